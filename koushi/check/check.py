@@ -1,0 +1,107 @@
+"""From a run file to a Job: every problem at once, or proof that the parts fit. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from koushi.check import data_rules, mesh_rules, model_rules, pipeline_rules, training_rules
+from koushi.check.rule import DP_REPLICATE, DP_SHARD, PP, TP, WORLD, Facts, Finding, Rule
+from koushi.config.load import RunFile
+from koushi.config.schema import JobConfig
+from koushi.config.source import Found, raise_if_any
+from koushi.job import Job
+from koushi.mesh import MeshSpec
+from koushi.schedules import stage_layers
+
+RULES: tuple[Rule, ...] = (
+    *model_rules.RULES,
+    *mesh_rules.RULES,
+    *pipeline_rules.RULES,
+    *training_rules.RULES,
+    *data_rules.RULES,
+)
+
+
+def check(run_file: RunFile, world_size: int | None = None) -> Job:
+    """The job that ``run_file`` describes, on ``world_size`` processes where a launcher has fixed them.
+
+    Raises ConfigError with every problem of the file, its overrides and the way its parts fit
+    together. A rule is left out only where a key that it reads is itself wrong.
+    """
+    facts = Facts(run_file, world_size)
+    found = [*run_file.found, *(_placed(run_file, finding) for finding in _findings(facts))]
+    raise_if_any(found)
+    config = _resolved(facts)
+    parallelism = config.parallelism
+    mesh = MeshSpec.of(
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        tp=parallelism.tensor_parallel_degree,
+    )
+    return Job(
+        config=config,
+        size=facts.size,
+        mesh=mesh,
+        stages=stage_layers(facts.size.n_layers, parallelism),
+        name=run_file.path.stem,
+        base=run_file.path.parent,
+    )
+
+
+def _findings(facts: Facts) -> Iterator[Finding]:
+    spoilt: set[str] = set()
+    sound = facts.run_file.is_sound
+    others = (PP, DP_REPLICATE, TP, WORLD)
+    if facts.config.parallelism.data_parallel_shard_degree == -1 and not all(sound(key) for key in others):
+        spoilt.add(DP_SHARD)
+    for rule in RULES:
+        if all(sound(key) and key not in spoilt for key in rule.reads):
+            for finding in rule.find(facts):
+                spoilt.update(finding.spoils)
+                yield finding
+
+
+def _placed(run_file: RunFile, finding: Finding) -> Found:
+    key, place = run_file.place(*finding.keys)
+    what = finding.what
+    if key != finding.keys[0] and what.startswith("is "):
+        # "is 4" is said of the first key; at another key's place it has to name the first.
+        what = f"{finding.keys[0]} {what}"
+    return Found(place, key, what, finding.legal)
+
+
+def _resolved(facts: Facts) -> JobConfig:
+    """The config with every -1 and every empty value that follows from others filled in."""
+    config = facts.config
+    stages_per_rank, shard = facts.stages_per_rank, facts.dp_shard
+    reshard = config.parallelism.reshard_after_forward
+    parallelism = config.parallelism.model_copy(
+        update={
+            "data_parallel_shard_degree": shard,
+            "world_size": facts.degrees_but_shard * shard,
+            "pipeline_parallel_stages_per_rank": stages_per_rank,
+            "reshard_after_forward": ("never" if facts.pp > 1 else "always") if reshard == "auto" else reshard,
+        }
+    )
+    if facts.pp > 1:
+        layers = tuple(len(stage) for stage in stage_layers(facts.size.n_layers, parallelism))
+        parallelism = parallelism.model_copy(update={"pipeline_parallel_layers_per_stage": layers})
+    size = facts.size
+    model = config.model.model_copy(update={name: getattr(size, name) for name in type(size).__dataclass_fields__})
+    data = config.data.model_copy(
+        update={
+            "path": _from_anywhere(facts.base, config.data.path),
+            "tokenizer": config.data.tokenizer
+            if config.data.tokenizer == "embedded"
+            else _from_anywhere(facts.base, config.data.tokenizer),
+        }
+    )
+    run = config.run.model_copy(update={"folder": config.run.folder or f"runs/{facts.run_file.path.stem}"})
+    return config.model_copy(update={"parallelism": parallelism, "model": model, "data": data, "run": run})
+
+
+def _from_anywhere(base: Path, path: str | None) -> str | None:
+    """A path of the run file that still holds when the resolved config lies in another folder."""
+    return path and str((base / Path(path).expanduser()).absolute())

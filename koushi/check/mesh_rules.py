@@ -1,0 +1,96 @@
+"""Rules on the degrees: together they make the world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from koushi.check.rule import DP_REPLICATE, DP_SHARD, PP, TP, WORLD, Facts, Finding, Rule, listed, multiples_near
+
+MOST_DEVICES = 2**20
+
+
+def _each_degree(facts: Facts) -> Iterator[Finding]:
+    shard = facts.config.parallelism.data_parallel_shard_degree
+    if shard < -1 or shard == 0:
+        legal = "an integer of at least 1, or -1 for what is left of the world"
+        yield Finding((DP_SHARD,), f"is {shard}", legal, (DP_SHARD,))
+
+
+def _largest(key: str) -> Rule:
+    def find(facts: Facts) -> Iterator[Finding]:
+        degree = getattr(facts.config.parallelism, key.rpartition(".")[2])
+        if degree is not None and degree > MOST_DEVICES:
+            yield Finding((key,), f"is {degree}, more than any lattice has", f"at most {MOST_DEVICES}", (key,))
+
+    return Rule((key,), find)
+
+
+def _launched(facts: Facts) -> Iterator[Finding]:
+    asked, launched = facts.config.parallelism.world_size, facts.launched
+    if launched is not None and asked is not None and launched != asked:
+        yield Finding((WORLD,), f"is {asked}, but the world has {launched} processes", f"{launched}, or leave it empty")
+
+
+def _world_known(facts: Facts) -> Iterator[Finding]:
+    if facts.config.parallelism.data_parallel_shard_degree == -1 and facts.world is None:
+        yield Finding(
+            (DP_SHARD,),
+            "is -1, what is left of the world, but the world is not known",
+            f"set {WORLD}, give the number of processes to the launcher, or write the degree",
+            (DP_SHARD,),
+        )
+
+
+def _product(facts: Facts) -> Iterator[Finding]:
+    world = facts.world
+    parallelism = facts.config.parallelism
+    shard = parallelism.data_parallel_shard_degree
+    rest = facts.degrees_but_shard
+    if shard == -1 and world is not None and world % rest:
+        yield Finding(
+            (DP_SHARD, WORLD),
+            f"is -1, but the world of {world} does not divide by the other degrees, "
+            f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} "
+            f"x tp {parallelism.tensor_parallel_degree} = {rest}",
+            f"a world of {listed(multiples_near(world, rest))}, or smaller degrees",
+            (DP_SHARD,),
+        )
+    if shard != -1 and rest * shard > MOST_DEVICES:
+        what = f"the degrees multiply to {rest * shard} devices, more than any lattice has"
+        yield Finding((PP, DP_REPLICATE, DP_SHARD, TP), what, f"at most {MOST_DEVICES}", (PP,))
+    elif shard != -1 and world is not None and rest * shard != world:
+        yield Finding(
+            (WORLD, DP_SHARD, TP, PP, DP_REPLICATE),
+            f"the degrees multiply to {rest * shard} "
+            f"(pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} "
+            f"x dp_shard {shard} x tp {parallelism.tensor_parallel_degree}), the world has {world}",
+            _mended(facts, world),
+        )
+
+
+def _mended(facts: Facts, world: int) -> str:
+    """Which single change makes the degrees multiply to the world."""
+    parallelism = facts.config.parallelism
+    degrees = {
+        "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
+        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
+        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
+        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
+    }
+    product = facts.degrees_but_shard * parallelism.data_parallel_shard_degree
+    fits = []
+    for name, degree in degrees.items():
+        value, left = divmod(world * degree, product)
+        # The model sets bounds to pp and tp, so only a divisor of what is there is sure to fit.
+        if left == 0 and (name.startswith("data") or degree % value == 0):
+            fits.append(f"{name} {value}")
+    return ", or ".join([*fits, f"a world of {product}"])
+
+
+RULES = (
+    Rule((DP_SHARD,), _each_degree),
+    *(_largest(key) for key in (PP, DP_REPLICATE, DP_SHARD, TP, WORLD)),
+    Rule((WORLD,), _launched),
+    Rule((DP_SHARD, WORLD), _world_known),
+    Rule((PP, DP_REPLICATE, DP_SHARD, TP, WORLD), _product),
+)

@@ -1,0 +1,137 @@
+"""What a cross-field rule is: the keys it reads, and the findings it makes from the facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from koushi.check.schedule_needs import SCHEDULES
+from koushi.config.load import RunFile
+from koushi.config.schema import JobConfig
+from koushi.models.llama.sizes import LlamaSize, llama_size
+
+NAME = "model.name"
+VOCAB = "model.vocab_size"
+DIM = "model.dim"
+LAYERS = "model.n_layers"
+HEADS = "model.n_heads"
+KV_HEADS = "model.n_kv_heads"
+FFN = "model.ffn_dim"
+PP = "parallelism.pipeline_parallel_degree"
+DP_REPLICATE = "parallelism.data_parallel_replicate_degree"
+DP_SHARD = "parallelism.data_parallel_shard_degree"
+TP = "parallelism.tensor_parallel_degree"
+WORLD = "parallelism.world_size"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+PER_RANK = "parallelism.pipeline_parallel_stages_per_rank"
+PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
+RESHARD = "parallelism.reshard_after_forward"
+GLOBAL_BATCH = "training.global_batch_size"
+MICROBATCH = "training.microbatch_size"
+SEQ_LEN = "training.seq_len"
+STEPS = "training.steps"
+COMPILE = "training.compile"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``keys``: what the finding is about, the most telling first. ``spoils``: keys later rules can't read."""
+
+    keys: tuple[str, ...]
+    what: str
+    legal: str
+    spoils: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What rules read: the config and what follows from it. A rule that reads a property reads its keys."""
+
+    run_file: RunFile
+    launched: int | None
+    """How many processes a launcher has started or will start."""
+
+    @property
+    def config(self) -> JobConfig:
+        return self.run_file.config
+
+    @cached_property
+    def size(self) -> LlamaSize:
+        """Reads model.*."""
+        return llama_size(self.config.model)
+
+    @property
+    def base(self) -> Path:
+        return self.run_file.path.parent
+
+    @property
+    def world(self) -> int | None:
+        """The world that was asked for; reads WORLD."""
+        return self.launched if self.launched is not None else self.config.parallelism.world_size
+
+    @property
+    def dp_shard(self) -> int:
+        """With -1 resolved; reads DP_SHARD, which the rule on degrees has found sound."""
+        parallelism = self.config.parallelism
+        if parallelism.data_parallel_shard_degree != -1:
+            return parallelism.data_parallel_shard_degree
+        assert self.world is not None, "the rule on degrees spoils a -1 without a world"
+        return self.world // self.degrees_but_shard
+
+    @property
+    def degrees_but_shard(self) -> int:
+        """Reads PP, DP_REPLICATE and TP."""
+        one = self.config.parallelism
+        return one.pipeline_parallel_degree * one.data_parallel_replicate_degree * one.tensor_parallel_degree
+
+    @property
+    def data_parallel(self) -> int:
+        """How many ways the global batch is split; reads DP_REPLICATE and DP_SHARD."""
+        return self.config.parallelism.data_parallel_replicate_degree * self.dp_shard
+
+    @property
+    def pp(self) -> int:
+        return self.config.parallelism.pipeline_parallel_degree
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Reads PP, SCHEDULE and PER_RANK."""
+        parallelism = self.config.parallelism
+        if parallelism.pipeline_parallel_stages_per_rank is not None:
+            return parallelism.pipeline_parallel_stages_per_rank
+        return 1 if self.pp == 1 else SCHEDULES[parallelism.pipeline_parallel_schedule].fewest_stages_per_rank
+
+    @property
+    def n_stages(self) -> int:
+        """Reads PP, SCHEDULE and PER_RANK."""
+        return self.pp * self.stages_per_rank
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``find`` is called where every key of ``reads`` is sound."""
+
+    reads: tuple[str, ...]
+    find: Callable[[Facts], Iterator[Finding]]
+
+
+def listed(values: Iterable[int], most: int = 8) -> str:
+    """``1, 2, 4 or 8``; a long list is cut short."""
+    texts = [str(value) for value in values]
+    if len(texts) > most:
+        return ", ".join(texts[:most]) + ", ..."
+    return " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+
+
+def divisors(number: int, most: int = 4096) -> tuple[int, ...]:
+    """Of ``number``, up to ``most``."""
+    return tuple(one for one in range(1, min(number, most) + 1) if number % one == 0)
+
+
+def multiples_near(number: int, unit: int) -> tuple[int, ...]:
+    """The multiples of ``unit`` around ``number``, itself left out."""
+    below = (number - 1) // unit * unit
+    above = number // unit * unit + unit
+    return (below, above) if below > 0 else (above,)

@@ -1,0 +1,74 @@
+"""A checked job on one screen."""
+
+from __future__ import annotations
+
+from math import prod
+
+from koushi.job import Job
+from koushi.models.llama.layout import parameters
+from koushi.units import count_text
+
+_SHOWN = 8
+
+
+def summary(job: Job) -> str:
+    """Model, mesh with the ranks of one group per dim, stages, batch."""
+    lines = [f"{job.name}: no problems found", *_model(job), *_mesh(job), *_stages(job), *_batch(job)]
+    return "\n".join(lines)
+
+
+def _model(job: Job) -> list[str]:
+    size = job.size
+    count = sum(prod(parameter.shape) for parameter in parameters(size).values())
+    tied = ", tied embeddings" if size.tie_embeddings else ""
+    text = (
+        f"model    {job.config.model.name}, {count_text(count)} parameters: {size.n_layers} layers, dim {size.dim}, "
+        f"{size.n_heads} heads, {size.n_kv_heads} KV heads, ffn_dim {size.ffn_dim}, vocab_size {size.vocab_size}{tied}"
+    )
+    return [text]
+
+
+def _mesh(job: Job) -> list[str]:
+    lines = [f"mesh     {job.mesh}, {job.mesh.world_size} devices; the groups of rank 0:"]
+    for name, degree in zip(job.mesh.names, job.mesh.shape, strict=True):
+        lines.append(f"           {name:<13}{degree:>6}   {_ranks(job.mesh.group(0, name))}")
+    folded = job.mesh.group(0, "dp_replicate", "dp_shard")
+    lines.append(f"           {'both dp':<13}{len(folded):>6}   {_ranks(folded)}")
+    return lines
+
+
+def _stages(job: Job) -> list[str]:
+    parallelism = job.config.parallelism
+    if len(job.stages) == 1:
+        return [f"stages   1, {job.size.n_layers} layers"]
+    counts = [_span(stage) for stage in job.stages[:_SHOWN]]
+    if len(job.stages) > _SHOWN:
+        counts.append(f"... {_span(job.stages[-1])}")
+    text = (
+        f"stages   {len(job.stages)}, {parallelism.pipeline_parallel_schedule}, "
+        f"{job.stages_per_rank} per rank; layers {' | '.join(counts)}"
+    )
+    return [text]
+
+
+def _batch(job: Job) -> list[str]:
+    training = job.config.training
+    split = job.mesh.degree("dp_replicate", "dp_shard")
+    tokens = training.global_batch_size * training.seq_len
+    batch = (
+        f"batch    {training.global_batch_size} samples = {split} data-parallel ranks "
+        f"x {job.microbatches} microbatches x {training.microbatch_size}; {count_text(tokens)} tokens a step"
+    )
+    total = count_text(tokens * training.steps)
+    return [batch, f"run      {training.steps} steps, {total} tokens, into {job.config.run.folder}"]
+
+
+def _span(stage: range) -> str:
+    if not stage:
+        return "none"
+    return f"{stage[0]}-{stage[-1]}" if len(stage) > 1 else f"{stage[0]}"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    shown = " ".join(str(rank) for rank in ranks[:_SHOWN])
+    return f"{shown} ... {ranks[-1]}" if len(ranks) > _SHOWN else shown

@@ -1,0 +1,108 @@
+"""Rules on the batch, precision, the learning rate, validation and the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from koushi.check.rule import (
+    DP_REPLICATE,
+    DP_SHARD,
+    GLOBAL_BATCH,
+    MICROBATCH,
+    STEPS,
+    Facts,
+    Finding,
+    Rule,
+    divisors,
+    listed,
+    multiples_near,
+)
+
+_PRECISION = ("precision.parameters", "precision.compute", "precision.reduce")
+
+
+def _global_batch(facts: Facts) -> Iterator[Finding]:
+    training, split = facts.config.training, facts.data_parallel
+    if training.global_batch_size % split:
+        replicate = facts.config.parallelism.data_parallel_replicate_degree
+        near = multiples_near(training.global_batch_size, split * training.microbatch_size)
+        yield Finding(
+            (GLOBAL_BATCH, DP_SHARD, DP_REPLICATE),
+            f"{training.global_batch_size} samples do not divide over {split} data-parallel ranks "
+            f"(dp_replicate {replicate} x dp_shard {facts.dp_shard})",
+            f"a global_batch_size of {listed(near)}",
+        )
+
+
+def _microbatch(facts: Facts) -> Iterator[Finding]:
+    training, split = facts.config.training, facts.data_parallel
+    local, left = divmod(training.global_batch_size, split)
+    if left == 0 and local % training.microbatch_size:
+        near = multiples_near(training.global_batch_size, split * training.microbatch_size)
+        yield Finding(
+            (MICROBATCH, GLOBAL_BATCH),
+            f"microbatches of {training.microbatch_size} do not divide the local batch of {local} samples "
+            f"({training.global_batch_size} over {split} data-parallel ranks)",
+            f"a microbatch_size of {listed(divisors(local))}, or a global_batch_size of {listed(near)}",
+        )
+
+
+def _precision(facts: Facts) -> Iterator[Finding]:
+    precision = facts.config.precision
+    parameters, compute, reduce = _PRECISION
+    if precision.parameters == "float64":
+        for key, value in ((compute, precision.compute), (reduce, precision.reduce)):
+            if value != "float64":
+                yield Finding((key, parameters), f"is {value} with float64 parameters", "float64")
+    elif precision.compute == "float64":
+        what = f"is float64 with {precision.parameters} parameters"
+        yield Finding((compute, parameters), what, f"float32 or bfloat16, or {parameters} float64")
+
+
+def _warmup(facts: Facts) -> Iterator[Finding]:
+    warmup, steps = facts.config.lr_schedule.warmup_steps, facts.config.training.steps
+    if warmup > steps:
+        yield Finding(
+            ("lr_schedule.warmup_steps", STEPS), f"is {warmup}, more than the run's {steps} steps", f"0 to {steps}"
+        )
+
+
+def _validation(facts: Facts) -> Iterator[Finding]:
+    if facts.config.validation.every > 0 and facts.config.data.validation_fraction == 0:
+        yield Finding(
+            ("data.validation_fraction", "validation.every"),
+            f"is 0, but validation.every is {facts.config.validation.every}",
+            "a validation_fraction above 0, or validation.every 0",
+        )
+
+
+def _tensorboard(facts: Facts) -> Iterator[Finding]:
+    if facts.config.metrics.tensorboard and find_spec("tensorboard") is None:
+        yield Finding(
+            ("metrics.tensorboard",), "is true, but tensorboard is not installed", "pip install koushi[tensorboard]"
+        )
+
+
+def _folder(facts: Facts) -> Iterator[Finding]:
+    folder = facts.config.run.folder
+    if folder is None:
+        return
+    try:
+        taken = Path(folder).is_file()
+    except (OSError, ValueError):
+        taken = True
+    if taken or not folder.strip():
+        yield Finding(("run.folder",), f"is {folder!r}, which cannot be a folder", "a folder, there or not")
+
+
+RULES = (
+    Rule((GLOBAL_BATCH, MICROBATCH, DP_REPLICATE, DP_SHARD), _global_batch),
+    Rule((GLOBAL_BATCH, MICROBATCH, DP_REPLICATE, DP_SHARD), _microbatch),
+    Rule(_PRECISION, _precision),
+    Rule(("lr_schedule.warmup_steps", STEPS), _warmup),
+    Rule(("validation.every", "data.validation_fraction"), _validation),
+    Rule(("metrics.tensorboard",), _tensorboard),
+    Rule(("run.folder",), _folder),
+)

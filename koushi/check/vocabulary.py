@@ -1,0 +1,54 @@
+"""How many ids a Hugging Face ``tokenizer.json`` needs, read as plain JSON: quicker than loading it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+EMBEDDED = Path(__file__).parent.parent / "data" / "tokenizer.json"
+
+
+def tokenizer_file(name: str, base: Path) -> Path:
+    """The file that ``data.tokenizer`` names: embedded, a file, or a folder with a tokenizer.json."""
+    if name == "embedded":
+        return EMBEDDED
+    path = base / Path(name).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def ids_needed(path: Path) -> int:
+    """The largest id, added tokens too, plus one.
+
+    Raises OSError where the file cannot be read and ValueError where it is no tokenizer.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError("is not JSON") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON (line {error.lineno}: {error.msg})") from error
+    match content:
+        case {"model": {"vocab": dict(vocab)}}:
+            ids = list(vocab.values())
+        case {"model": {"vocab": list(pieces)}}:
+            # Unigram models list their pieces, whose places are the ids.
+            ids = list(range(len(pieces)))
+        case _:
+            raise ValueError("holds no model with a vocabulary")
+    return _largest([*ids, *_added(content)]) + 1
+
+
+def _added(content: dict[str, Any]) -> list[Any]:
+    tokens = content.get("added_tokens") or []
+    if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):
+        raise ValueError("has added_tokens that are not a list of tokens")
+    return [token.get("id") for token in tokens]
+
+
+def _largest(ids: list[Any]) -> int:
+    if not ids:
+        raise ValueError("has an empty vocabulary")
+    if not all(isinstance(one, int) for one in ids):
+        raise ValueError("has ids that are not integers")
+    return int(max(ids))

@@ -1,0 +1,183 @@
+"""The run file: the only schema. Every key, its type, its default and what it means.
+
+Only what one value can tell about itself is checked here (types, ranges, spellings); what depends
+on several values, on the model or on the world is checked in ``koushi.check``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+Natural = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+DtypeName = Literal["float32", "bfloat16", "float64"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RopeScaling(Section):
+    """Llama 3.1's stretching of rotary frequencies to longer sequences."""
+
+    factor: Positive = 8.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_seq_len: Count = 8192
+
+
+class Model(Section):
+    """Which model. A size left empty comes from the named preset."""
+
+    name: str = "llama3-debug"
+    """A preset: llama3-debug, llama3-1b, llama3-3b, llama3-8b, llama3-70b, llama3-405b."""
+    vocab_size: Count | None = None
+    dim: Count | None = None
+    """Width of the residual stream."""
+    n_layers: Count | None = None
+    n_heads: Count | None = None
+    """Query heads."""
+    n_kv_heads: Count | None = None
+    """Key and value heads; fewer than n_heads is grouped-query attention."""
+    ffn_dim: Count | None = None
+    """Inner width of the SwiGLU feed-forward."""
+    tie_embeddings: Flag | None = None
+    """Whether the output projection is the token embedding."""
+    norm_eps: Positive | None = None
+    rope_theta: Positive | None = None
+    rope_scaling: RopeScaling | None = None
+
+
+class Parallelism(Section):
+    """Degrees of the mesh, outermost dim first, and how each technique works."""
+
+    pipeline_parallel_degree: Count = 1
+    data_parallel_replicate_degree: Count = 1
+    data_parallel_shard_degree: Annotated[int, Field(strict=True)] = 1
+    """-1: what is left of the world."""
+    tensor_parallel_degree: Count = 1
+    world_size: Count | None = None
+    """Devices in all; empty: the product of the degrees, or what the launcher started."""
+
+    pipeline_parallel_schedule: ScheduleName = "1F1B"
+    pipeline_parallel_stages_per_rank: Count | None = None
+    """Virtual stages; empty: 1, or 2 for schedules that need several."""
+    pipeline_parallel_layers_per_stage: tuple[Natural, ...] | None = None
+    """Layers of every stage, first to last; empty: even, the first and last stage lighter."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Whether FSDP frees gathered parameters after forward; auto: never under pipelining, else always."""
+
+
+class Training(Section):
+    seq_len: Count = 512
+    """Tokens of one sample."""
+    global_batch_size: Count = 8
+    """Samples of one step over all devices."""
+    microbatch_size: Count = 1
+    """Samples of one forward pass on one device."""
+    steps: Count = 50
+    seed: Natural = 0
+    max_grad_norm: Positive | None = 1.0
+    """Gradients are scaled down to this norm; empty: never."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in backward: none, all but matmuls and attention, or whole blocks."""
+    compile: Flag = False
+    """torch.compile every transformer block."""
+
+
+class Precision(Section):
+    parameters: Literal["float32", "float64"] = "float32"
+    """Master parameters and optimizer state."""
+    compute: DtypeName = "float32"
+    """Activations and matmuls."""
+    reduce: DtypeName = "float32"
+    """Gradient reductions."""
+
+
+class Optimizer(Section):
+    name: Literal["AdamW"] = "AdamW"
+    lr: Positive = 1e-3
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.1
+    """Applies to matrices; norm weights are not decayed."""
+
+
+class LrSchedule(Section):
+    """Linear warm-up, a stable part, then decay to ``min_lr_ratio`` of the peak."""
+
+    warmup_steps: Natural = 0
+    decay: Literal["none", "linear", "cosine"] = "cosine"
+    decay_fraction: Fraction = 1.0
+    """Share of the steps after warm-up that decay; the part before is stable."""
+    min_lr_ratio: Fraction = 0.1
+
+
+class Data(Section):
+    source: Literal["embedded", "text", "jsonl", "parquet", "tokens", "synthetic"] = "embedded"
+    """embedded: text that ships with Python; tokens: .bin files of token ids; synthetic: random ids."""
+    path: str | None = None
+    """A file, a folder or a glob for text, jsonl, parquet and tokens; relative to the run file."""
+    text_key: str = "text"
+    """The field of a jsonl or parquet row that holds the text."""
+    tokenizer: str = "embedded"
+    """embedded, or the path of a Hugging Face tokenizer.json; relative to the run file."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Of .bin files."""
+    end_of_document_id: Natural | None = None
+    """The token that ends a document; empty: the tokenizer's own, and none in .bin files."""
+    predict_across_documents: Flag = False
+    """Whether the first token of a document counts in the loss, predicted from the document before."""
+    masked_fraction: Fraction = 0.0
+    """synthetic only: share of labels left out of the loss, unequally per sample."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.05
+    """Share of the samples held out for validation."""
+
+
+class Validation(Section):
+    every: Natural = 0
+    """Steps between validations; 0: never."""
+    batches: Count = 4
+    """Global batches of one validation."""
+
+
+class Metrics(Section):
+    every: Count = 1
+    """Steps between progress lines."""
+    tensorboard: Flag = False
+    """Also write TensorBoard event files (needs the tensorboard extra)."""
+
+
+class Run(Section):
+    folder: str | None = None
+    """Where the run writes; empty: runs/<name of the run file>, relative to the current folder."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout: Positive = 600.0
+    """Seconds that a collective may take before the run is given up."""
+
+
+class JobConfig(Section):
+    """A whole run file."""
+
+    model: Model = Model()
+    parallelism: Parallelism = Parallelism()
+    training: Training = Training()
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    lr_schedule: LrSchedule = LrSchedule()
+    data: Data = Data()
+    validation: Validation = Validation()
+    metrics: Metrics = Metrics()
+    run: Run = Run()

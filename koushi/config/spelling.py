@@ -1,0 +1,153 @@
+"""The nearest legal spelling, and names that people bring from other tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+_PIPELINE = "parallelism.pipeline_parallel_"
+
+ELSEWHERE = {
+    "tp": "parallelism.tensor_parallel_degree",
+    "tp_size": "parallelism.tensor_parallel_degree",
+    "tp_degree": "parallelism.tensor_parallel_degree",
+    "tensor_parallel": "parallelism.tensor_parallel_degree",
+    "tensor_parallel_size": "parallelism.tensor_parallel_degree",
+    "tensor_model_parallel_size": "parallelism.tensor_parallel_degree",
+    "pp": _PIPELINE + "degree",
+    "pp_size": _PIPELINE + "degree",
+    "pp_degree": _PIPELINE + "degree",
+    "pipeline_parallel_size": _PIPELINE + "degree",
+    "pipeline_model_parallel_size": _PIPELINE + "degree",
+    "pipeline_parallel_microbatch_size": "training.microbatch_size",
+    "schedule": _PIPELINE + "schedule",
+    "virtual_stages": _PIPELINE + "stages_per_rank",
+    "num_virtual_stages": _PIPELINE + "stages_per_rank",
+    "pipeline_parallel_layers_per_rank": _PIPELINE + "layers_per_stage",
+    "dp": "parallelism.data_parallel_shard_degree",
+    "dp_size": "parallelism.data_parallel_shard_degree",
+    "dp_shard": "parallelism.data_parallel_shard_degree",
+    "dp-shard": "parallelism.data_parallel_shard_degree",
+    "fsdp": "parallelism.data_parallel_shard_degree",
+    "fsdp_size": "parallelism.data_parallel_shard_degree",
+    "fsdp_reshard_after_forward": "parallelism.reshard_after_forward",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "dp-replicate": "parallelism.data_parallel_replicate_degree",
+    "ddp": "parallelism.data_parallel_replicate_degree",
+    "nproc": "parallelism.world_size",
+    "nproc_per_node": "parallelism.world_size",
+    "local_batch_size": "training.global_batch_size",
+    "batch_size": "training.global_batch_size",
+    "train_batch_size": "training.global_batch_size",
+    "micro_batch_size": "training.microbatch_size",
+    "per_device_train_batch_size": "training.microbatch_size",
+    "max_steps": "training.steps",
+    "num_steps": "training.steps",
+    "train_iters": "training.steps",
+    "iterations": "training.steps",
+    "max_seq_len": "training.seq_len",
+    "sequence_length": "training.seq_len",
+    "block_size": "training.seq_len",
+    "context_length": "training.seq_len",
+    "max_norm": "training.max_grad_norm",
+    "clip_grad": "training.max_grad_norm",
+    "grad_clip": "training.max_grad_norm",
+    "gradient_clipping": "training.max_grad_norm",
+    "activation_checkpoint": "training.recompute",
+    "activation_checkpointing": "training.recompute",
+    "gradient_checkpointing": "training.recompute",
+    "learning_rate": "optimizer.lr",
+    "max_lr": "optimizer.lr",
+    "betas": "optimizer.beta1",
+    "wd": "optimizer.weight_decay",
+    "warmup": "lr_schedule.warmup_steps",
+    "lr_warmup_steps": "lr_schedule.warmup_steps",
+    "decay_type": "lr_schedule.decay",
+    "decay_ratio": "lr_schedule.decay_fraction",
+    "min_lr": "lr_schedule.min_lr_ratio",
+    "min_lr_factor": "lr_schedule.min_lr_ratio",
+    "dtype": "precision.compute",
+    "mixed_precision": "precision.compute",
+    "mixed_precision_param": "precision.compute",
+    "mixed_precision_reduce": "precision.reduce",
+    "dataset": "data.source",
+    "dataset_path": "data.path",
+    "tokenizer_path": "data.tokenizer",
+    "hf_assets_path": "data.tokenizer",
+    "flavor": "model.name",
+    "preset": "model.name",
+    "hidden_size": "model.dim",
+    "d_model": "model.dim",
+    "num_layers": "model.n_layers",
+    "num_hidden_layers": "model.n_layers",
+    "num_attention_heads": "model.n_heads",
+    "num_key_value_heads": "model.n_kv_heads",
+    "intermediate_size": "model.ffn_dim",
+    "hidden_dim": "model.ffn_dim",
+    "tie_word_embeddings": "model.tie_embeddings",
+    "rms_norm_eps": "model.norm_eps",
+    "eval_interval": "validation.every",
+    "eval_freq": "validation.every",
+    "log_freq": "metrics.every",
+    "log_interval": "metrics.every",
+    "enable_tensorboard": "metrics.tensorboard",
+    "output_dir": "run.folder",
+    "dump_folder": "run.folder",
+}
+"""Keys of torchtitan, Megatron, Transformers and others that mean one of ours."""
+
+VALUES = {
+    "bf16": "bfloat16",
+    "torch.bfloat16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+    "off": "none",
+    "disabled": "none",
+    "op": "selective",
+    "interleaved": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "zb": "InterleavedZeroBubble",
+    "zb1p": "InterleavedZeroBubble",
+    "default": "auto",
+    "gpu": "cuda",
+    "bin": "tokens",
+    "random": "synthetic",
+    "txt": "text",
+    "json": "jsonl",
+}
+"""Values of other tools that mean one of ours."""
+
+
+def nearest(word: str, legal: Iterable[str]) -> str | None:
+    """The legal spelling that ``word`` most likely meant."""
+    plain = {_plain(one): one for one in legal}
+    if _plain(word) in plain:
+        return plain[_plain(word)]
+    meant = VALUES.get(word.lower())
+    if meant is not None and meant in plain.values():
+        return meant
+    close = get_close_matches(_plain(word), plain, n=1, cutoff=0.6)
+    return plain[close[0]] if close else None
+
+
+def nearest_key(dotted: str, legal: Sequence[str]) -> str | None:
+    """The dotted key that an unknown one most likely meant: in its own section first, then anywhere."""
+    section, _, name = dotted.rpartition(".")
+    siblings = [key.rpartition(".")[2] for key in legal if key.rpartition(".")[0] == section]
+    if close := get_close_matches(name, siblings, n=1, cutoff=0.8):
+        return f"{section}.{close[0]}" if section else close[0]
+    if ELSEWHERE.get(name.lower()) in legal:
+        return ELSEWHERE[name.lower()]
+    by_name = {key.rpartition(".")[2]: key for key in reversed(legal)}
+    if name in by_name:
+        return by_name[name]
+    if close := get_close_matches(name, siblings, n=1, cutoff=0.6):
+        return f"{section}.{close[0]}" if section else close[0]
+    close = get_close_matches(name, by_name, n=1, cutoff=0.75)
+    return by_name[close[0]] if close else None
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "").replace(" ", "")

@@ -1,0 +1,66 @@
+"""Error types whose text says what a user can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing wrong with a run file.
+
+    ``where`` is ``file:line:column`` (or ``command line``), ``key`` the dotted key path (empty
+    for the file as a whole), ``what`` what is wrong with the value, ``legal`` what would be right.
+    """
+
+    where: str
+    key: str
+    what: str
+    legal: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.where}: "
+        if self.key:
+            text += f"{self.key}: "
+        text += self.what
+        return f"{text}; {self.legal}" if self.legal else text
+
+
+class KoushiError(Exception):
+    """Base of every error that a user can mend; ``exit_code`` is what the command ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(KoushiError):
+    """Every problem found in a run file, together."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]):
+        assert problems, "a ConfigError needs at least one problem"
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(KoushiError):
+    """Training data or a tokenizer that cannot be used."""
+
+    exit_code = 2
+
+
+class TrainingError(KoushiError):
+    """Training cannot go on (a non-finite loss, a world of the wrong size)."""
+
+
+class RankFailure(KoushiError):
+    """A rank raised, was killed or left; the text begins with the first failure."""
+
+
+class Stopped(KoushiError):
+    """A signal from outside (Ctrl-C, SIGTERM) ended the run; every rank is gone."""
+
+    def __init__(self, signal_number: int, signal_name: str):
+        self.exit_code = 128 + signal_number
+        super().__init__(f"stopped by {signal_name}")

@@ -1,0 +1,40 @@
+"""A Job: a run file with nothing left open, as every later part reads it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from koushi.config.schema import JobConfig
+from koushi.mesh import MeshSpec
+from koushi.models.llama.sizes import LlamaSize
+
+
+@dataclass(frozen=True)
+class Job:
+    """Made by ``koushi.check.check``, which has proved that the parts fit together."""
+
+    config: JobConfig
+    """Every -1 and empty value resolved."""
+    size: LlamaSize
+    mesh: MeshSpec
+    stages: tuple[range, ...]
+    """Layers of every pipeline stage, first stage to last; one stage when pp is 1."""
+    name: str
+    """The run file's name without its suffix."""
+    base: Path
+    """The folder that relative paths in the run file start from."""
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples of one step on one data-parallel rank."""
+        return self.config.training.global_batch_size // self.mesh.degree("dp_replicate", "dp_shard")
+
+    @property
+    def microbatches(self) -> int:
+        """Forward passes of one step on one rank."""
+        return self.local_batch_size // self.config.training.microbatch_size
+
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.stages) // self.mesh.degree("pp")

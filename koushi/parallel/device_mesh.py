@@ -1,0 +1,77 @@
+"""The torch DeviceMesh, built from a MeshSpec, and the start of a process's part in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from koushi.errors import TrainingError
+from koushi.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The degrees of every technique; the mesh is theirs."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def spec(self) -> MeshSpec:
+        return MeshSpec.of(pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
+
+    @property
+    def world_size(self) -> int:
+        return self.spec.world_size
+
+    @classmethod
+    def of(cls, spec: MeshSpec) -> ParallelDims:
+        return cls(*(spec.degree(name) for name in ("pp", "dp_replicate", "dp_shard", "tp")))
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        return build_mesh(self.spec, device_type)
+
+
+def build_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
+    """One DeviceMesh of the whole world, every dim of ``spec`` in it, also those of degree 1.
+
+    Raises TrainingError when the started world is not the mesh's: torch would take a larger one silently.
+    """
+    started = dist.get_world_size()
+    if started != spec.world_size:
+        raise TrainingError(
+            f"the mesh {spec} needs {spec.world_size} processes, but {started} were started; "
+            f"start {spec.world_size}, or change the degrees"
+        )
+    return init_device_mesh(device_type, spec.shape, mesh_dim_names=spec.names)
+
+
+def local_device(device_type: str) -> torch.device:
+    """This process's own device."""
+    if device_type == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def resolve_device(choice: str) -> str:
+    """``auto`` is cuda where there is a GPU, else cpu; raises TrainingError for cuda without one."""
+    available = torch.cuda.is_available()
+    if choice == "cuda" and not available:
+        raise TrainingError("run.device is cuda, but torch sees no CUDA device here; use run.device=cpu")
+    if choice == "auto":
+        return "cuda" if available else "cpu"
+    return choice
+
+
+def init_process_group(device: torch.device, timeout: float) -> None:
+    """Join the world that the launcher's environment variables describe."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))

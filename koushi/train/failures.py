@@ -1,0 +1,128 @@
+"""What each rank leaves behind when it fails, and which failure came first.
+
+A rank whose worker raised writes a report into a folder the parent made. A rank that died in native
+code or by a signal leaves none, only its exit code. When one rank dies, its peers soon fail too, for
+want of a connection: those are consequences, and are counted but not shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch.distributed import DistNetworkError, DistStoreError
+
+from koushi.errors import KoushiError
+from koushi.mesh import MeshSpec
+
+LOST_PEER = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "connection closed",
+    "pair closure",
+    "remote process exited",
+    "timed out",
+)
+"""What gloo, NCCL and the store say when a rank they talk to has gone; compared in lower case."""
+
+SIGNALS_IN_WORDS = {
+    "SIGKILL": "killed from outside, or by the system for want of memory",
+    "SIGSEGV": "a crash in native code",
+    "SIGBUS": "a crash in native code, or shared memory ran out",
+    "SIGABRT": "native code gave up; its reason is above",
+    "SIGFPE": "an arithmetic error in native code",
+    "SIGILL": "an instruction this processor does not have",
+    "SIGTERM": "asked to end from outside",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's own account of its failure."""
+
+    rank: int
+    time: float
+    """Of the machine's monotonic clock, which its processes share."""
+    headline: str
+    details: str
+    """The traceback; empty where the headline says it all."""
+    consequence: bool
+    """Whether it failed because another rank had gone."""
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether ``error``, or one that led to it, says that another rank has gone."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (DistNetworkError, DistStoreError)):
+            return True
+        if isinstance(cause, RuntimeError) and any(words in str(cause).lower() for words in LOST_PEER):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def report(rank: int, error: BaseException) -> Report:
+    """The account of ``error``, caught one frame below the worker."""
+    if isinstance(error, KoushiError):
+        headline, details = str(error), ""
+    else:
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        details = "".join(traceback.format_exception(error.with_traceback(inner))).rstrip()
+        headline = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Report(rank, time.monotonic(), headline, details, lost_peer(error))
+
+
+def write_report(folder: Path, account: Report) -> None:
+    """Leave ``account`` in ``folder``, whole or not at all."""
+    draft = folder / f"{account.rank}.draft"
+    draft.write_text(json.dumps(asdict(account)), encoding="utf-8")
+    os.replace(draft, folder / f"{account.rank}.json")
+
+
+def read_reports(folder: Path) -> list[Report]:
+    """Every report in ``folder``, earliest first."""
+    found = [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
+    return sorted(found, key=lambda account: account.time)
+
+
+def exit_text(code: int) -> str:
+    """An exit code as ``multiprocessing`` gives it, in words: negative is a signal."""
+    if code >= 0:
+        return f"exited with code {code} without an exception"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        return f"died by signal {-code}"
+    words = SIGNALS_IN_WORDS.get(name)
+    return f"died by {name} ({words})" if words else f"died by {name}"
+
+
+def failure_text(mesh: MeshSpec, reports: Sequence[Report], noticed_rank: int, noticed_code: int) -> str:
+    """The first failure in full, then how many others there were.
+
+    ``noticed_rank`` ended with ``noticed_code`` before any other was told to end. Without a report of its
+    own it is the first failure unless a report tells of one that no lost peer explains.
+    """
+    causes = [account for account in reports if not account.consequence]
+    reported = {account.rank for account in reports}
+    if causes or noticed_rank in reported:
+        first = (causes or list(reports))[0]
+        rank, headline, details = first.rank, f"failed: {first.headline}", first.details
+    else:
+        rank, headline, details = noticed_rank, exit_text(noticed_code), ""
+    lines = [f"rank {rank} ({mesh.describe(rank)}) {headline}"]
+    if details:
+        lines.append(details)
+    others = len((reported | {noticed_rank}) - {rank})
+    if others:
+        lines.append(f"{others} other {'rank' if others == 1 else 'ranks'} failed after it")
+    return "\n".join(lines)

@@ -1,0 +1,320 @@
+"""Starting one process per rank on this machine, or joining those that torchrun started.
+
+Local processes are forked on CPU after torch is imported once, so that a rank costs milliseconds
+and a few megabytes, and spawned on CUDA, which a forked process cannot use. Fork comes before this
+process does any parallel work of its own: OpenMP's threads do not survive it, so start the lattice first.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from koushi.errors import RankFailure, Stopped, TrainingError
+from koushi.job import Job
+from koushi.train.failures import failure_text, lost_peer, read_reports, report, write_report
+
+Worker = Callable[[Job], None]
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+GRACE = 5
+"""Seconds between asking a process to end and killing it, and for which a rank that lost a peer stays
+alive, so that the parent sees the peer's end first."""
+POLL = 0.05
+_parallel_here = threading.Event()
+"""Set once a worker has run in this process: with its OpenMP pool lost by fork, a rank that wanted several
+threads would wait for ever."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def launch(worker: Worker, job: Job) -> None:
+    """Run ``worker(job)`` once per rank of ``job.mesh`` and return when all have returned.
+
+    The worker finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. It runs
+    in this process under torchrun and for a world of 1. On CUDA it must be picklable.
+
+    Raises TrainingError for a world that cannot be started, RankFailure for a rank that failed, Stopped
+    for a signal; what a worker in this process raises comes through. No process outlives the call.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _join_world(worker, job)
+    elif job.mesh.world_size == 1:
+        _run_alone(worker, job)
+    else:
+        _start_world(worker, job)
+
+
+def device_type(job: Job) -> str:
+    """``cuda`` or ``cpu``, as ``run.device`` says; raises TrainingError where it is not there."""
+    wanted = job.config.run.device
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("run.device is cuda but torch finds no CUDA device here; use cpu or auto")
+    return wanted
+
+
+def _join_world(worker: Worker, job: Job) -> None:
+    started = int(os.environ["WORLD_SIZE"])
+    if started != job.mesh.world_size:
+        raise TrainingError(
+            f"{started} processes were started (WORLD_SIZE) but the mesh {job.mesh} has {job.mesh.world_size} ranks; "
+            f"start {job.mesh.world_size}, or choose degrees whose product is {started}"
+        )
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    record(_run_joined)(worker, job)
+
+
+def _run_joined(worker: Worker, job: Job) -> None:
+    """A rank under torchrun, which shows the traceback with our note."""
+    rank = int(os.environ["RANK"])
+    try:
+        worker(job)
+    except Exception as error:
+        error.add_note(f"on rank {rank} ({job.mesh.describe(rank)})")
+        if lost_peer(error):
+            time.sleep(GRACE)
+        raise
+
+
+def _run_alone(worker: Worker, job: Job) -> None:
+    _parallel_here.set()
+    with ExitStack() as stack:
+        stack.enter_context(_environment(_local_variables()))
+        store = _store()
+        stack.enter_context(_environment(_lone_rank(store.port)))
+        try:
+            worker(job)
+        except KeyboardInterrupt:
+            raise Stopped(signal.SIGINT, "SIGINT") from None
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _lone_rank(port: int) -> dict[str, str]:
+    """What elastic would tell the only rank."""
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _start_world(worker: Worker, job: Job) -> None:
+    world = job.mesh.world_size
+    device = device_type(job)
+    if device == "cuda" and world > torch.cuda.device_count():
+        raise TrainingError(
+            f"the mesh {job.mesh} has {world} ranks but this machine has {torch.cuda.device_count()} CUDA devices; "
+            f"use torchrun on more machines, smaller degrees, or run.device: cpu"
+        )
+    threads = torch.get_num_threads()
+    per_rank = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // world)
+    if _parallel_here.is_set():
+        per_rank = 1
+    variables = _local_variables() | {
+        "OMP_NUM_THREADS": str(per_rank),
+        "OMP_WAIT_POLICY": "passive",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS),
+    }
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="koushi-")))
+        stack.enter_context(_environment(variables))
+        store = _store()
+        stack.enter_context(_signals_restored())
+        stack.enter_context(_elastic_quiet())
+        stack.enter_context(_no_orphans())
+        stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(1)
+        _raise_file_limit(world)
+        config = _launch_config(world, store.port, "spawn" if device == "cuda" else "fork")
+        try:
+            elastic_launch(config, _rank_main)(worker, job, folder, per_rank, os.getpid())
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise RankFailure(failure_text(job.mesh, read_reports(folder), rank, failure.exitcode)) from None
+        except SignalException as error:
+            raise Stopped(error.sigval, error.sigval.name) from None
+        except KeyboardInterrupt:
+            raise Stopped(signal.SIGINT, "SIGINT") from None
+
+
+def _launch_config(world: int, port: int, start_method: str) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id="koushi",
+        role="rank",
+        rdzv_backend="static",
+        rdzv_endpoint=f"{LOOPBACK}:{port}",
+        rdzv_configs={"rank": 0},
+        local_addr=LOOPBACK,
+        max_restarts=0,
+        monitor_interval=POLL,
+        start_method=start_method,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        shutdown_timeout=GRACE,
+    )
+
+
+def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int) -> None:
+    """The whole life of a local rank."""
+    for number in SIGNALS:
+        # The parent's Python handlers, inherited by fork, would never run while a collective waits.
+        signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    torch.set_num_threads(threads)
+    try:
+        worker(job)
+    except BaseException as error:
+        account = report(int(os.environ["RANK"]), error)
+        write_report(folder, account)
+        if account.consequence:
+            time.sleep(GRACE)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Destructors of a broken process group may wait for peers for ever.
+        os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """Kill this process once ``parent`` is gone, however it went."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _store() -> TCPStore:
+    """The rendezvous of local ranks, reachable from this machine only, on a port that is already ours.
+
+    A socket of our own, because the store's would listen on every interface and look up the name of every
+    rank that connects, one after the other. Elastic's store for the same port shares this one's server.
+    """
+    listener = socket.create_server((LOOPBACK, 0), backlog=4096)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        timeout=timedelta(minutes=5),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _local_variables() -> dict[str, str]:
+    """For gloo and its store on one machine, where the user has not chosen otherwise.
+
+    Connections are made when first used, over loopback. The store's client asks DNS for the name of
+    127.0.0.1, which must not hold up a machine without a network.
+    """
+    wanted = {
+        "TORCH_GLOO_LAZY_INIT": "1",
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def _raise_file_limit(world: int) -> None:
+    """Let processes open enough sockets and pipes: the parent a few per rank, a rank some per peer and group."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + 16 * world
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Elastic sets handlers and leaves them."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _no_orphans() -> Iterator[None]:
+    """Kill what is left of the processes started inside, whatever interrupted elastic's own clean-up."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    finally:
+        left = set(multiprocessing.active_children()) - before
+        for process in left:
+            process.kill()
+        for process in left:
+            process.join()
+
+
+def _worth_showing(entry: logging.LogRecord) -> bool:
+    """Not what elastic says of each process it ends: a failed rank reaches the user as a RankFailure."""
+    return entry.levelno >= logging.ERROR and not entry.getMessage().startswith("failed (exitcode")
+
+
+@contextmanager
+def _elastic_quiet() -> Iterator[None]:
+    handler = logging.StreamHandler()
+    handler.addFilter(_worth_showing)
+    loggers = [logging.getLogger("torch.distributed.elastic"), logging.getLogger("torch.multiprocessing.spawn")]
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn of the store's thread, which the forked ranks never touch.
+            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+            yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate

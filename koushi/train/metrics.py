@@ -1,0 +1,152 @@
+"""What a run tells: a progress line, ``metrics.jsonl``, and TensorBoard where asked for. On one rank only."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO, final
+
+import torch
+
+from koushi.errors import TrainingError
+from koushi.units import bytes_text, seconds_text
+
+try:  # an extra
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError:
+    SummaryWriter = None  # type: ignore[assignment, misc]
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of ``metrics.jsonl``. Rates are over the steps since the line before."""
+
+    step: int
+    """From 1."""
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_second: float
+    """Of the whole world."""
+    tokens_per_second_per_device: float
+    mfu: float | None
+    """Model FLOPs utilisation, 0 to 1, in PaLM's convention; None where the device's peak isn't known."""
+    memory_bytes: int
+    """Peak of this rank: reserved by torch on a GPU, resident on a CPU."""
+    step_seconds: float
+    samples: int
+    """Consumed so far."""
+    valid_tokens: int
+    """Of this step's global batch."""
+    elapsed_seconds: float
+    """Since training began."""
+
+    def line(self, steps: int) -> str:
+        width = len(str(steps))
+        mfu = f"  mfu {self.mfu:.1%}" if self.mfu is not None else ""
+        left = seconds_text((steps - self.step) * self.step_seconds)
+        return (
+            f"step {self.step:>{width}}/{steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  lr {self.lr:.2e}  "
+            f"{self.tokens_per_second:,.0f} tokens/s{mfu}  memory {bytes_text(self.memory_bytes)}  left {left}"
+        )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process: reserved by torch's allocator on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Sink(ABC):
+    """Takes a run's figures."""
+
+    @abstractmethod
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    @abstractmethod
+    def validation(self, step: int, loss: float) -> None: ...
+
+    def close(self) -> None:  # noqa: B027 - most sinks hold nothing open
+        """Flush and let go of files."""
+
+
+@final
+class Progress(Sink):
+    """Lines for people."""
+
+    def __init__(self, steps: int, out: TextIO):
+        self._steps = steps
+        self._out = out
+
+    def step(self, metrics: StepMetrics) -> None:
+        print(metrics.line(self._steps), file=self._out, flush=True)
+
+    def validation(self, step: int, loss: float) -> None:
+        print(f"step {step}  validation loss {loss:.4f}", file=self._out, flush=True)
+
+
+@final
+class JsonLines(Sink):
+    """One JSON object a line, each flushed, so that a killed run keeps what it had."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a", encoding="utf-8")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write(asdict(metrics))
+
+    def validation(self, step: int, loss: float) -> None:
+        self._write({"step": step, "validation_loss": loss})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+
+@final
+class TensorBoard(Sink):
+    def __init__(self, folder: Path):
+        if SummaryWriter is None:
+            raise TrainingError("metrics.tensorboard is on, but tensorboard is not installed: pip install 'koushi[tensorboard]'")
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def step(self, metrics: StepMetrics) -> None:
+        for name, value in asdict(metrics).items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(f"train/{name}", value, metrics.step)  # type: ignore[no-untyped-call]
+
+    def validation(self, step: int, loss: float) -> None:
+        self._writer.add_scalar("validation/loss", loss, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+@final
+class Pace:
+    """Time per step since it was last asked."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._step = 0
+
+    def since_last(self, step: int) -> tuple[float, float]:
+        """Seconds per step up to ``step``, and seconds since the beginning."""
+        now = time.perf_counter()
+        seconds = (now - self._last) / max(1, step - self._step)
+        self._last, self._step = now, step
+        return seconds, now - self._began
+
+    def skip(self) -> None:
+        """Leave out what has passed since the last step (a validation)."""
+        self._last = time.perf_counter()

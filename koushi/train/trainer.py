@@ -1,0 +1,138 @@
+"""One rank of a training run, from joining the world to the last step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from koushi.data.batches import open_samples, train_batch, validation_batches
+from koushi.data.prefetch import Prefetch
+from koushi.errors import TrainingError
+from koushi.hardware.peaks import peak_flops
+from koushi.job import Job
+from koushi.models.llama.flops import training_flops_per_token
+from koushi.optim.adamw import AdamW
+from koushi.parallel.compose import build
+from koushi.parallel.device_mesh import build_mesh, init_process_group, local_device, resolve_device
+from koushi.train.metrics import JsonLines, Pace, Progress, Sink, StepMetrics, TensorBoard, peak_memory
+from koushi.train.step import StepResult, TrainStep
+
+
+def train_rank(job: Job, *, folder: Path) -> None:
+    """Worker: train ``job`` as this process's rank; rank 0 writes into ``folder``."""
+    device = local_device(resolve_device(job.config.run.device))
+    init_process_group(device, job.config.run.timeout)
+    try:
+        Trainer(job, device, folder).run()
+    finally:
+        dist.destroy_process_group()
+
+
+@final
+class Trainer:
+    def __init__(self, job: Job, device: torch.device, folder: Path):
+        self.job = job
+        self.device = device
+        self.rank = dist.get_rank()
+        self.optimizer = AdamW(job.config.optimizer)
+        self.samples = open_samples(job)
+        self.model = build(job, build_mesh(job.mesh, device.type), device)
+        self.train_step = TrainStep(job, self.model, self.optimizer)
+        self.data_index = job.mesh.index(self.rank, "dp_replicate", "dp_shard")
+        self.sinks = self._sinks(folder) if self.rank == 0 else []
+        self.pace = Pace()
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = peak_flops(name)
+
+    def run(self) -> None:
+        """Train to ``training.steps``. Raises TrainingError on a loss or gradient norm that isn't finite."""
+        config = self.job.config
+        try:
+            with Prefetch(self._batch, 0) as batches:
+                for step in range(config.training.steps):
+                    tokens, labels = batches.get(step)
+                    result = self.train_step.run(tokens.to(self.device), labels.to(self.device))
+                    self._check_finite(step + 1, result)
+                    if (step + 1) % config.metrics.every == 0 or step + 1 == config.training.steps:
+                        self._report(step + 1, result)
+                    if config.validation.every and (step + 1) % config.validation.every == 0:
+                        self._validate(step + 1)
+        finally:
+            for sink in self.sinks:
+                sink.close()
+
+    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = step * self.job.config.training.global_batch_size
+        return train_batch(self.samples, first, self.job.local_batch_size, self.data_index)
+
+    def _sinks(self, folder: Path) -> list[Sink]:
+        config = self.job.config
+        sinks: list[Sink] = [Progress(config.training.steps, sys.stdout), JsonLines(folder / "metrics.jsonl")]
+        if config.metrics.tensorboard:
+            sinks.append(TensorBoard(folder / "tensorboard"))
+        return sinks
+
+    def _report(self, step: int, result: StepResult) -> None:
+        training, world = self.job.config.training, self.job.mesh.world_size
+        seconds, elapsed = self.pace.since_last(step)
+        rate = training.global_batch_size * training.seq_len / seconds
+        mfu = None
+        if self._peak is not None:
+            mfu = rate / world * training_flops_per_token(self.job.size, training.seq_len) / self._peak
+        metrics = StepMetrics(
+            step=step,
+            loss=result.loss.item(),
+            grad_norm=result.grad_norm.item(),
+            lr=result.lr,
+            tokens_per_second=rate,
+            tokens_per_second_per_device=rate / world,
+            mfu=mfu,
+            memory_bytes=peak_memory(self.device),
+            step_seconds=seconds,
+            samples=step * training.global_batch_size,
+            valid_tokens=int(result.tokens.item()),
+            elapsed_seconds=elapsed,
+        )
+        for sink in self.sinks:
+            sink.step(metrics)
+
+    def _validate(self, step: int) -> None:
+        config = self.job.config
+        batches = validation_batches(
+            self.samples,
+            config.training.global_batch_size,
+            self.job.local_batch_size,
+            self.data_index,
+            config.validation.batches,
+        )
+        total, tokens = 0.0, 0
+        for batch, labels in batches:
+            loss = self.train_step.evaluate(batch.to(self.device), labels.to(self.device))
+            count = int(self.model.loss.total.item())
+            total, tokens = total + loss.item() * count, tokens + count
+        for sink in self.sinks:
+            sink.validation(step, total / tokens)
+        self.pace.skip()
+
+    def _check_finite(self, step: int, result: StepResult) -> None:
+        """Every rank raises the same error, naming the rank whose own loss went first."""
+        what = next((name for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm))
+                     if not bool(value.isfinite())), None)
+        if what is None:
+            return
+        culprit = torch.tensor(
+            self.job.mesh.world_size if bool(result.local_loss.isfinite()) else self.rank, device=self.device
+        )
+        dist.all_reduce(culprit, op=dist.ReduceOp.MIN)
+        where = ""
+        if int(culprit) < self.job.mesh.world_size:
+            where = f", from rank {int(culprit)} ({self.job.mesh.describe(int(culprit))})"
+        value = result.loss.item() if what == "loss" else result.grad_norm.item()
+        raise TrainingError(
+            f"the {what} of step {step} is {value}{where}; a lower optimizer.lr, a longer lr_schedule.warmup_steps or a "
+            "lower training.max_grad_norm often help; if it happens at once, look at the data"
+        )

@@ -1,0 +1,30 @@
+"""Bytes, counts, rates and durations for people."""
+
+from __future__ import annotations
+
+
+def bytes_text(count: float) -> str:
+    """1536 becomes ``1.50 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable: the last unit always returns")
+
+
+def count_text(count: float) -> str:
+    """5800000 becomes ``5.80M``."""
+    for unit in ("", "K", "M", "B"):
+        if abs(count) < 1000:
+            return f"{count:.0f}" if unit == "" else f"{count:.2f}{unit}"
+        count /= 1000
+    return f"{count:.2f}T"
+
+
+def seconds_text(seconds: float) -> str:
+    """3725 becomes ``1h02m05s``."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m{rest:02d}s" if hours else f"{minutes}m{rest:02d}s"

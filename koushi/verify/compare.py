@@ -1,0 +1,110 @@
+"""Two runs of one job under different layouts, compared number by number."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from koushi.verify.record import Piece, RankRecord
+
+TensorKey = tuple[str, str, int]
+"""Kind, name, step."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative differences that floating-point reduction order explains."""
+
+    scalars: float
+    """Of losses and gradient norms."""
+    tensors: float
+    """Of gradients, parameters and optimizer state."""
+
+
+TOLERANCES = {"float32": Tolerance(scalars=1e-5, tensors=1e-4), "float64": Tolerance(scalars=1e-12, tensors=1e-9)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative difference among everything of one kind."""
+
+    kind: str
+    relative: float
+    where: str
+    tolerance: float
+
+    @property
+    def within(self) -> bool:
+        return self.relative <= self.tolerance
+
+
+def assemble(records: Sequence[RankRecord]) -> tuple[dict[TensorKey, Tensor], list[str]]:
+    """The unsharded tensors that the ranks hold together, and what is wrong with how they hold them.
+
+    Wrong is an element that no rank holds, and copies of one that differ in any bit.
+    """
+    pieces: dict[TensorKey, list[tuple[int, Piece]]] = defaultdict(list)
+    for rank, record in enumerate(records):
+        for piece in record.pieces:
+            pieces[(piece.kind, piece.name, piece.step)].append((rank, piece))
+    whole, wrong = {}, []
+    for key, held in pieces.items():
+        full = torch.full(held[0][1].shape, math.nan, dtype=held[0][1].values.dtype)
+        filled = torch.zeros(full.shape, dtype=torch.bool)
+        for rank, piece in held:
+            here, seen = full[piece.part], filled[piece.part]
+            if not torch.equal(here[seen], piece.values[seen]):
+                wrong.append(f"{' '.join(map(str, key))}: rank {rank} holds other numbers than a rank before it")
+            full[piece.part] = piece.values
+            filled[piece.part] = True
+        if not bool(filled.all()):
+            wrong.append(f"{' '.join(map(str, key))}: {int((~filled).sum())} elements are held by no rank")
+        whole[key] = full
+    return whole, wrong
+
+
+def relative(reference: Tensor, other: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value of the reference; inf where either is not finite."""
+    if not (bool(reference.isfinite().all()) and bool(other.isfinite().all())):
+        return math.inf
+    difference = (reference - other).abs().max().item()
+    largest = reference.abs().max().item()
+    return difference / largest if largest else (math.inf if difference else 0.0)
+
+
+def compare(
+    reference: Sequence[RankRecord], records: Sequence[RankRecord], tolerance: Tolerance
+) -> tuple[list[Difference], list[str]]:
+    """The largest difference of every kind, and faults of the layout itself (see ``assemble``)."""
+    expected, _ = assemble(reference)
+    found, wrong = assemble(records)
+    if expected.keys() != found.keys():
+        wrong.append(f"tensors held by one layout only: {sorted(map(str, expected.keys() ^ found.keys()))[:5]}")
+    worst: dict[str, Difference] = {}
+
+    def note(kind: str, difference: float, where: str, allowed: float) -> None:
+        if kind not in worst or not difference <= worst[kind].relative:
+            worst[kind] = Difference(kind, difference, where, allowed)
+
+    for rank, record in enumerate(records):
+        for kind, ours, theirs in (
+            ("loss", reference[0].losses, record.losses),
+            ("gradient norm", reference[0].grad_norms, record.grad_norms),
+        ):
+            for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+                note(kind, relative(_double(one), _double(other)), f"step {step} on rank {rank}", tolerance.scalars)
+    for key in expected.keys() & found.keys():
+        kind, name, step = key
+        allowed = 0.0 if kind == "initial" else tolerance.tensors
+        note(kind, relative(expected[key], found[key]), f"{name} at step {step}", allowed)
+    order = ["initial", "loss", "gradient norm", "gradient", "parameter", "exp_avg", "exp_avg_sq"]
+    return [worst[kind] for kind in order], wrong
+
+
+def _double(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)

@@ -1,0 +1,46 @@
+"""What ``koushi check`` prints for a legal run file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from koushi.check.summary import summary
+from koushi.job import Job
+
+
+def test_one_screen(checked: Callable[..., Job]) -> None:
+    job = checked(
+        "model: {n_layers: 7}\nparallelism: {pipeline_parallel_degree: 2, tensor_parallel_degree: 4}\n"
+        "training: {seq_len: 128, global_batch_size: 8, microbatch_size: 2, steps: 10}\n"
+    )
+    text = summary(job)
+    assert text.splitlines()[2:] == [
+        "mesh     [pp=2, dp_replicate=1, dp_shard=1, cp=1, tp=4], 8 devices; the groups of rank 0:",
+        "           pp                2   0 4",
+        "           dp_replicate      1   0",
+        "           dp_shard          1   0",
+        "           cp                1   0",
+        "           tp                4   0 1 2 3",
+        "           both dp           1   0",
+        "stages   2, 1F1B, 1 per rank; layers 0-3 | 4-6",
+        "batch    8 samples = 1 data-parallel ranks x 4 microbatches x 2; 1.02K tokens a step",
+        "run      10 steps, 10.24K tokens, into runs/run",
+    ]
+
+
+def test_parameters_are_counted_as_published(checked: Callable[..., Job]) -> None:
+    for name, count in (("llama3-8b", "8.03B"), ("llama3-70b", "70.55B"), ("llama3-405b", "405.85B")):
+        text = summary(checked(f"model: {{name: {name}}}\ndata: {{source: synthetic}}\n"))
+        assert f"{name}, {count} parameters" in text
+
+
+def test_a_large_lattice_still_fits_a_screen(checked: Callable[..., Job]) -> None:
+    job = checked(
+        "model: {name: llama3-405b}\ndata: {source: synthetic}\n"
+        "parallelism: {pipeline_parallel_degree: 16, data_parallel_shard_degree: 128, tensor_parallel_degree: 8}\n"
+        "training: {seq_len: 8192, global_batch_size: 2048}\n"
+    )
+    lines = summary(job).splitlines()
+    assert len(lines) < 24
+    assert max(len(line) for line in lines) < 132
+    assert "layers 0-6 | 7-14" in summary(job)

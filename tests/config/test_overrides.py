@@ -1,0 +1,150 @@
+"""Values on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from koushi.config.load import RunFile, load
+from koushi.config.overrides import parse, split_run_path
+
+FILE = "parallelism:\n  tensor_parallel_degree: 2\noptimizer:\ntraining: {steps: 7}\n"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def messages(loaded: RunFile) -> list[str]:
+    return [str(one.problem) for one in loaded.found]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "section", "key", "value"),
+    [
+        (["training.steps=9"], "training", "steps", 9),
+        (["--training.steps", "9"], "training", "steps", 9),
+        (["--training.steps=9"], "training", "steps", 9),
+        (["training.steps=8", "--training.steps", "9"], "training", "steps", 9),
+        (["--tp", "4"], "parallelism", "tensor_parallel_degree", 4),
+        (["--tp=4"], "parallelism", "tensor_parallel_degree", 4),
+        (["--pp", "3"], "parallelism", "pipeline_parallel_degree", 3),
+        (["--dp-shard", "-1"], "parallelism", "data_parallel_shard_degree", -1),
+        (["--dp-replicate=6"], "parallelism", "data_parallel_replicate_degree", 6),
+        (["optimizer.lr=3e-4"], "optimizer", "lr", 3e-4),
+        (["training.max_grad_norm=null"], "training", "max_grad_norm", None),
+        (["training.max_grad_norm="], "training", "max_grad_norm", None),
+        (["training.compile=true"], "training", "compile", True),
+        (
+            ["parallelism.pipeline_parallel_layers_per_stage=[1,2]"],
+            "parallelism",
+            "pipeline_parallel_layers_per_stage",
+            (1, 2),
+        ),
+        (["data.path=*.txt"], "data", "path", "*.txt"),
+        (["data.path=a #b: c"], "data", "path", "a #b: c"),
+        (["data.path=a=b"], "data", "path", "a=b"),
+        (["data.path='8'"], "data", "path", "8"),
+        (["model={name: x, dim: 8}", "model.dim=9"], "model", "dim", 9),
+        (["model.rope_scaling.factor=4", "model.dim=3"], "model", "dim", 3),
+    ],
+)
+def test_overrides_win(run_file: Path, arguments: list[str], section: str, key: str, value: object) -> None:
+    loaded = load(run_file, arguments)
+    assert messages(loaded) == []
+    found = getattr(getattr(loaded.config, section), key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_what_is_not_overridden_stays(run_file: Path) -> None:
+    loaded = load(run_file, ["--pp", "2"])
+    assert loaded.config.parallelism.tensor_parallel_degree == 2
+    assert loaded.config.training.steps == 7
+    assert loaded.places["parallelism.pipeline_parallel_degree"].text == "command line (--pp 2)"
+    assert loaded.places["parallelism.tensor_parallel_degree"].text == f"{run_file}:2:27"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["training.steps=x"],
+            "command line (training.steps=x): training.steps: is 'x', a string; an integer of at least 1 is needed",
+        ),
+        (
+            ["--training.stepz", "3"],
+            "command line (--training.stepz 3): training.stepz: is not a key of training; did you mean training.steps?",
+        ),
+        (["--tp"], "command line (--tp): parallelism.tensor_parallel_degree: has no value; write --tp=value"),
+        (["words"], "command line (words): 'words' is not an override; write section.key=value, or --section.key v"),
+        (["=3"], "command line (=3): names no key; write section.key=value, or --section.key value"),
+        (["a..b=3"], "command line (a..b=3): names no key; write section.key=value, or --section.key value"),
+        (
+            ["--tp-size=3"],
+            "command line (--tp-size=3): tp-size: is not a key of a run file; the keys are model, parallelism, "
+            "training, precision, optimizer, lr_schedule, data, validation, metrics, run, --tp, --pp, --dp-shard, "
+            "--dp-replicate",
+        ),
+        (
+            ["model=llama3-8b"],
+            "command line (model=llama3-8b): model: is 'llama3-8b', a string; a section of keys is needed",
+        ),
+        (
+            ["data.path=[1"],
+            "command line (data.path=[1): data.path: is not valid YAML: expected ',' or ']', "
+            "but got '<stream end>'; check quotes and brackets",
+        ),
+        (["optimizer.lr={a: 1, a: 2}"], "command line (optimizer.lr={a: 1, a: 2}): optimizer.lr: is written twice"),
+    ],
+)
+def test_wrong_overrides_are_named_as_written(run_file: Path, arguments: list[str], message: str) -> None:
+    assert any(one.startswith(message) for one in messages(load(run_file, arguments))), messages(
+        load(run_file, arguments)
+    )
+
+
+def test_a_key_below_a_value_is_refused_together_with_its_own_fault(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("training: 5\n")
+    assert messages(load(path, ["training.stepz=3"])) == [
+        f"{path}:1:11: training: is not a section; a section of keys is needed",
+        "command line (training.stepz=3): training.stepz: is not a key of training; did you mean training.steps?",
+    ]
+
+
+def test_an_override_mends_a_wrong_value_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("training: {steps: ten}\n")
+    assert len(messages(load(path))) == 1
+    assert messages(load(path, ["training.steps=10"])) == []
+
+
+def test_every_argument_is_numbered_in_order() -> None:
+    parsed = parse(["--tp", "2", "a.b=1", "--c.d"])
+    assert [(one.number, one.text, one.key, one.value) for one in parsed] == [
+        (1, "--tp 2", "parallelism.tensor_parallel_degree", "2"),
+        (2, "a.b=1", "a.b", "1"),
+        (3, "--c.d", "c.d", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run.yaml", "--tp", "2", "a.b=1"],
+        ["--tp", "2", "run.yaml", "a.b=1"],
+        ["--tp", "2", "a.b=1", "run.yaml"],
+    ],
+)
+def test_the_run_file_may_stand_anywhere(arguments: list[str]) -> None:
+    assert split_run_path(arguments) == ("run.yaml", ["--tp", "2", "a.b=1"])
+
+
+def test_no_run_file_is_told_from_overrides() -> None:
+    assert split_run_path(["--tp", "2", "a=b", "-x"]) == (None, ["--tp", "2", "a=b", "-x"])
+    assert split_run_path(["run.yaml", "word"]) == ("run.yaml", ["word"])

@@ -1,0 +1,192 @@
+"""The command line: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from koushi import __version__
+from koushi.cli import commands, main
+from koushi.errors import TrainingError
+
+ROOT = Path(__file__).parents[1]
+DEBUG = str(ROOT / "examples" / "debug.yaml")
+
+
+def ended(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert isinstance(raised.value.code, int)
+    return raised.value.code
+
+
+Calls = list[tuple[object, ...]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Stands in for the commands that train; what they were called with is kept."""
+    made: Calls = []
+    for name in ("train", "verify"):
+        module = ModuleType(f"koushi.{name}.command")
+        module.__dict__[name] = lambda *arguments: made.append(arguments)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return made
+
+
+def test_check_prints_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("check", DEBUG) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("debug: no problems found\n")
+    assert "[pp=2, dp_replicate=1, dp_shard=2, cp=1, tp=2], 8 devices" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [DEBUG, "--tp", "1", "--world", "4", "training.steps=9"],
+        ["--world", "4", DEBUG, "--tp", "1", "training.steps=9"],
+        ["training.steps=9", "--tp=1", DEBUG, "--world=4"],
+        ["--training.steps", "9", "--tp=1", DEBUG, "--world", "4"],
+        ["--dp-shard", "-1", "--tp", "1", "--world", "4", "--training.steps=9", DEBUG],
+    ],
+)
+def test_options_and_overrides_go_in_any_order(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("check", *arguments) == 0
+    out = capsys.readouterr().out
+    assert "dp_shard=2, cp=1, tp=1], 4 devices" in out
+    assert "9 steps" in out
+
+
+def test_problems_go_to_stderr_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("check", DEBUG, "--tp", "eight", "optimizer.lr=-1", "training.stepz=3") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "command line (--tp eight): parallelism.tensor_parallel_degree: is 'eight', a string; "
+        "an integer of at least 1 is needed",
+        "command line (optimizer.lr=-1): optimizer.lr: is -1, an integer; a finite number above 0 is needed",
+        "command line (training.stepz=3): training.stepz: is not a key of training; did you mean training.steps?",
+    ]
+
+
+@pytest.mark.parametrize("world", ["0", "x"])
+def test_a_wrong_world_is_a_usage_error(world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("check", DEBUG, "--world", world) == 2
+    assert "--world" in capsys.readouterr().err
+
+
+def test_a_run_file_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("check", "--tp", "2") == 2
+    assert "no run file was named" in capsys.readouterr().err
+
+
+def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("chekc", DEBUG) == 2
+    err = capsys.readouterr().err
+    assert "no such command: chekc; did you mean check? The commands are check, train, verify" in err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("--version") == 0
+    assert capsys.readouterr().out == f"koushi, version {__version__}\n"
+
+
+@pytest.mark.parametrize("name", sorted(commands.commands))
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(name, "--help") == 0
+    out = capsys.readouterr().out
+    assert f"Example:\n    koushi {name} examples/" in out
+    assert "--tp" in out
+
+
+def test_train_and_verify_are_called_with_what_was_given(calls: Calls) -> None:
+    assert ended("train", "--tp", "2", DEBUG, "training.steps=3") == 0
+    assert ended("verify", DEBUG, "--steps", "7", "--tp=2") == 0
+    assert ended("verify", DEBUG) == 0
+    assert calls == [
+        (Path(DEBUG), ["--tp", "2", "training.steps=3"]),
+        (Path(DEBUG), ["--tp=2"], 7),
+        (Path(DEBUG), [], 3),
+    ]
+
+
+def stop(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(path: Path, overrides: Sequence[str]) -> None:
+        raise error
+
+    module = ModuleType("koushi.train.command")
+    module.__dict__["train"] = run
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_an_error_of_ours_is_a_message_and_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop(monkeypatch, TrainingError("the loss is not finite"))
+    assert ended("train", DEBUG) == 1
+    assert capsys.readouterr().err == "the loss is not finite\n"
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop(monkeypatch, KeyboardInterrupt())
+    assert ended("train", DEBUG) == 130
+    assert capsys.readouterr().err.strip() == ""
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop(monkeypatch, AssertionError("a bug"))
+    with pytest.raises(AssertionError, match="a bug"):
+        main(["train", DEBUG])
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("overrides", [[], ["training.steps=x", "--tp", "3"]])
+def test_check_imports_no_torch(overrides: list[str]) -> None:
+    code = f"""
+import sys
+from koushi.cli import main
+try:
+    main(["check", {DEBUG!r}, *{overrides!r}])
+except SystemExit as ended:
+    heavy = [name for name in ("torch", "numpy", "tokenizers", "rich") if name in sys.modules]
+    assert not heavy, heavy
+    print("ended", ended.code)
+"""
+    done = run_python(code)
+    assert done.stdout.splitlines()[-1] == f"ended {2 if overrides else 0}", done.stderr
+
+
+def test_a_broken_pipe_is_quiet() -> None:
+    code = f"""
+import os, sys
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+from koushi.cli import main
+main(["check", {DEBUG!r}])
+"""
+    done = run_python(code)
+    assert done.returncode == 1
+    assert done.stderr == ""
+
+
+def test_python_m_koushi_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "koushi", "check", DEBUG, "--world", "3"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "the degrees multiply to 8" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,215 @@
+"""Every rank starts, and none is left behind, however the run ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import launch_cases as cases
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from koushi.errors import RankFailure, TrainingError
+from koushi.job import Job
+from koushi.train.launch import device_type, launch
+
+CASES = Path(cases.__file__)
+PATIENCE = 60
+
+
+def gone(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def await_true(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"in {PATIENCE} s not: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def no_orphans() -> Iterator[None]:
+    yield
+    left = [child for child in psutil.Process().children(recursive=True) if "resource_tracker" not in str(child)]
+    assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == [], "processes outlived the launch"
+
+
+def failure(worker: Callable[[Job], None], job: Job) -> str:
+    with pytest.raises(RankFailure) as caught:
+        launch(worker, job)
+    assert caught.value.exit_code == 1
+    return str(caught.value)
+
+
+def test_every_rank_reaches_its_groups_and_the_environment_is_restored(tmp_path: Path) -> None:
+    job = cases.make_job(tmp_path, pp=2, dp_shard=2, tp=2)
+    before, handlers, threads = dict(os.environ), signal.getsignal(signal.SIGINT), torch.get_num_threads()
+    launch(cases.reduce_on_every_dim, job)
+    for rank in range(8):
+        expected = " ".join(f"{name}={sum(job.mesh.group(rank, name))}" for name in job.mesh.names)
+        assert (tmp_path / f"sums-{rank}").read_text() == expected
+    assert dict(os.environ) == before
+    assert signal.getsignal(signal.SIGINT) is handlers
+    assert torch.get_num_threads() == threads
+
+
+def test_output_of_every_rank_reaches_the_terminal_and_nothing_else_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch(cases.say_hello, cases.make_job(tmp_path, tp=3))
+    output = capfd.readouterr()
+    assert sorted(output.out.splitlines()) == [f"out of {rank}" for rank in range(3)]
+    assert sorted(output.err.splitlines()) == [f"err of {rank}" for rank in range(3)]
+
+
+def test_a_world_of_one_runs_in_this_process(tmp_path: Path) -> None:
+    seen = []
+
+    def worker(job: Job) -> None:
+        cases.reduce_on_every_dim(job)
+        seen.append((os.getpid(), os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads()))
+
+    launch(worker, cases.make_job(tmp_path))
+    assert seen == [(os.getpid(), "0", "1", torch.get_num_threads())]
+    assert "RANK" not in os.environ
+
+
+def test_a_world_of_one_lets_errors_through_and_cleans_up(tmp_path: Path) -> None:
+    def worker(job: Job) -> None:
+        dist.init_process_group("gloo")
+        raise ValueError("as it was")
+
+    with pytest.raises(ValueError, match="as it was"):
+        launch(worker, cases.make_job(tmp_path))
+    assert not dist.is_initialized()
+
+
+def test_an_exception_is_shown_with_rank_coordinate_and_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = failure(cases.raise_on_rank_2, cases.make_job(tmp_path, dp_shard=2, tp=2))
+    lines = text.splitlines()
+    assert lines[0] == "rank 2 (dp_shard=1 tp=0) failed: ValueError: the loss is a teapot"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert "in raise_on_rank_2" in lines[2]
+    assert text.count("Traceback") == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_ours_is_shown_without_traceback(tmp_path: Path) -> None:
+    text = failure(cases.mend_on_rank_1, cases.make_job(tmp_path, pp=2, tp=2))
+    assert text.splitlines()[0] == "rank 1 (pp=0 tp=1) failed: the loss is not finite at step 3"
+    assert "Traceback" not in text
+
+
+def test_a_killed_rank_is_named_before_those_that_lost_it(tmp_path: Path) -> None:
+    text = failure(cases.kill_rank_1, cases.make_job(tmp_path, dp_shard=4))
+    assert text.splitlines()[0].startswith("rank 1 (dp_shard=1) died by SIGKILL (")
+    assert "closed by peer" not in text
+
+
+def test_a_rank_that_exits_is_named_with_its_code(tmp_path: Path) -> None:
+    text = failure(cases.exit_on_rank_3, cases.make_job(tmp_path, dp_shard=4))
+    assert text.splitlines()[0] == "rank 3 (dp_shard=3) failed: SystemExit: 3"
+    assert "in exit_on_rank_3" in text
+
+
+def test_a_rank_that_exits_in_native_code_is_named_with_its_code(tmp_path: Path) -> None:
+    text = failure(cases.vanish_on_rank_3, cases.make_job(tmp_path, dp_shard=4))
+    assert text.splitlines()[0] == "rank 3 (dp_shard=3) exited with code 7 without an exception"
+
+
+@pytest.mark.parametrize(
+    ("number", "to_the_group", "code"),
+    [(signal.SIGINT, False, 130), (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)],
+)
+def test_a_signal_ends_every_rank(tmp_path: Path, number: signal.Signals, to_the_group: bool, code: int) -> None:
+    with hanging_run(tmp_path) as run:
+        ranks = pids(tmp_path, 4)
+        if to_the_group:
+            os.killpg(run.pid, number)
+        else:
+            os.kill(run.pid, number)
+        _, errors = run.communicate(timeout=PATIENCE)
+        assert run.returncode == code, errors
+        assert errors == f"stopped by {number.name}\n"
+        assert all(gone(rank) for rank in ranks)
+
+
+def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    with hanging_run(tmp_path) as run:
+        ranks = pids(tmp_path, 4)
+        run.kill()
+        run.wait(PATIENCE)
+        await_true(lambda: all(gone(rank) for rank in ranks), "every rank gone")
+
+
+def hanging_run(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(CASES), "hang", "4", str(folder)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def pids(folder: Path, ranks: int) -> list[int]:
+    files = [folder / f"pid-{rank}" for rank in range(ranks)]
+    await_true(lambda: all(file.exists() for file in files), "every rank started")
+    return [int(file.read_text()) for file in files]
+
+
+def test_a_wrong_world_under_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainingError, match="2 processes were started .* has 8 ranks; start 8"):
+        launch(cases.say_hello, cases.make_job(tmp_path, dp_shard=4, tp=2))
+
+
+def torchrun(worker: str, processes: int, ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [*command, str(CASES), worker, str(ranks), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.long
+def test_under_torchrun_the_worker_runs_in_torchruns_processes(tmp_path: Path) -> None:
+    done = torchrun("reduce_on_every_dim", 2, 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"sums-{rank}").read_text().split()[2] for rank in range(2)] == ["dp_shard=1", "dp_shard=1"]
+
+
+@pytest.mark.long
+def test_under_torchrun_the_first_failure_is_the_root_cause(tmp_path: Path) -> None:
+    done = torchrun("raise_on_rank_2", 4, 4, tmp_path)
+    assert done.returncode != 0
+    root = done.stderr[done.stderr.index("Root Cause") :]
+    assert "ValueError: the loss is a teapot" in root
+    assert "on rank 2 (dp_shard=2)" in root
+
+
+def test_a_job_can_be_sent_to_spawned_ranks(tmp_path: Path) -> None:
+    job = cases.make_job(tmp_path, pp=2, tp=2)
+    assert pickle.loads(pickle.dumps(job)) == job
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    job = cases.make_job(tmp_path)
+    assert device_type(job) == "cpu"
+    config = job.config.model_copy(update={"run": job.config.run.model_copy(update={"device": "cuda"})})
+    with pytest.raises(TrainingError, match="no CUDA device"):
+        device_type(Job(config, job.size, job.mesh, job.stages, job.name, job.base))
