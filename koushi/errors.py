@@ -64,3 +64,7 @@ class Stopped(KoushiError):
     def __init__(self, signal_number: int, signal_name: str):
         self.exit_code = 128 + signal_number
         super().__init__(f"stopped by {signal_name}")
+
+
+class VerifyError(KoushiError):
+    """A layout that does not train as one process does."""

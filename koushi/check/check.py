@@ -98,8 +98,7 @@ def _resolved(facts: Facts) -> JobConfig:
             else _from_anywhere(facts.base, config.data.tokenizer),
         }
     )
-    run = config.run.model_copy(update={"folder": config.run.folder or f"runs/{facts.run_file.path.stem}"})
-    return config.model_copy(update={"parallelism": parallelism, "model": model, "data": data, "run": run})
+    return config.model_copy(update={"parallelism": parallelism, "model": model, "data": data})
 
 
 def _from_anywhere(base: Path, path: str | None) -> str | None:

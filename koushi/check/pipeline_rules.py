@@ -15,6 +15,7 @@ from koushi.check.rule import (
     PER_RANK,
     PER_STAGE,
     PP,
+    RECOMPUTE,
     RESHARD,
     SCHEDULE,
     Facts,
@@ -126,12 +127,22 @@ def _reshard(facts: Facts) -> Iterator[Finding]:
     yield Finding((RESHARD,), f"is always, but under pipelining {reason}", "auto or never")
 
 
+def _whole_backward() -> list[str]:
+    return [name for name, needs in SCHEDULES.items() if not needs.splits_backward]
+
+
 def _compile(facts: Facts) -> Iterator[Finding]:
     name = facts.config.parallelism.pipeline_parallel_schedule
     if facts.pp > 1 and facts.config.training.compile and SCHEDULES[name].splits_backward:
-        whole = [other for other, needs in SCHEDULES.items() if not needs.splits_backward]
         what = f"is true, but {name} splits backward in two, which torch cannot do in compiled blocks"
-        yield Finding((COMPILE, SCHEDULE), what, f"false, or a schedule of {', '.join(whole)}")
+        yield Finding((COMPILE, SCHEDULE), what, f"false, or a schedule of {', '.join(_whole_backward())}")
+
+
+def _recompute(facts: Facts) -> Iterator[Finding]:
+    name = facts.config.parallelism.pipeline_parallel_schedule
+    if facts.pp > 1 and facts.config.training.recompute == "selective" and SCHEDULES[name].splits_backward:
+        what = f"is selective, but {name} goes backward twice through a block, and torch keeps outputs for once"
+        yield Finding((RECOMPUTE, SCHEDULE), what, f"none or full, or a schedule of {', '.join(_whole_backward())}")
 
 
 _STAGES = (PP, SCHEDULE, PER_RANK)
@@ -145,4 +156,5 @@ RULES = (
     Rule((GLOBAL_BATCH, MICROBATCH, DP_REPLICATE, DP_SHARD, *_STAGES), _microbatches),
     Rule((PP, SCHEDULE, RESHARD), _reshard),
     Rule((PP, SCHEDULE, COMPILE), _compile),
+    Rule((PP, SCHEDULE, RECOMPUTE), _recompute),
 )

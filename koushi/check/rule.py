@@ -33,6 +33,7 @@ MICROBATCH = "training.microbatch_size"
 SEQ_LEN = "training.seq_len"
 STEPS = "training.steps"
 COMPILE = "training.compile"
+RECOMPUTE = "training.recompute"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 DtypeName = Literal["float32", "bfloat16", "float64"]
+MasterDtype = Literal["float32", "float64"]
 
 
 class Section(BaseModel):
@@ -97,7 +98,7 @@ class Training(Section):
 
 
 class Precision(Section):
-    parameters: Literal["float32", "float64"] = "float32"
+    parameters: MasterDtype = "float32"
     """Master parameters and optimizer state."""
     compute: DtypeName = "float32"
     """Activations and matmuls."""

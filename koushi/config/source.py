@@ -6,12 +6,13 @@ integers, numbers, strings, lists and sections.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError
+from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, StreamMark, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
@@ -113,7 +114,7 @@ def read(path: Path) -> Tree:
     """
     text = _read_text(path)
     try:
-        node = YAML(typ="safe", pure=True).compose(text)
+        node = _compose(text)
     except RecursionError:
         raise _refusal(Place.in_file(path), "is nested too deeply", f"at most {MAX_DEPTH} levels are read") from None
     except ReaderError as error:
@@ -144,16 +145,26 @@ def scalar(text: str) -> Scalar:
 def flow(text: str) -> Tree:
     """A quoted or bracketed YAML value, under the key ``value``; raises ValueError when it is not valid YAML."""
     try:
-        node = YAML(typ="safe", pure=True).compose(text)
+        node = _compose(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except MarkedYAMLError as error:
         raise ValueError(str(error.problem or error.context)) from None
     except (YAMLError, AttributeError, IndexError, TypeError, NotImplementedError) as error:
         raise ValueError(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+    if node is None:
+        raise ValueError("no value")
     reader = _Reader(Path())
     reader.tree.branch = {"value": reader.entry(node, "", Place.in_file(Path()), ())}
     return reader.tree
+
+
+def _compose(text: str) -> Node | None:
+    with warnings.catch_warnings():
+        # An anchor that is written twice is legal; the nearest one above counts.
+        warnings.simplefilter("ignore", ReusedAnchorWarning)
+        node: Node | None = YAML(typ="safe", pure=True).compose(text)
+        return node
 
 
 def shown_text(text: str, limit: int = 60) -> str:

@@ -18,8 +18,18 @@ BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
 
 END_NAMES = (
-    END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>",
-    "<|end▁of▁sentence|>", "<\uff5cend▁of▁sentence\uff5c>", "<EOS>", "[EOS]", "<EOD>", "<|eod|>",
+    END_OF_TEXT,
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|endofdocument|>",
+    "<|end▁of▁sentence|>",
+    "<\uff5cend▁of▁sentence\uff5c>",
+    "<EOS>",
+    "[EOS]",
+    "<EOD>",
+    "<|eod|>",
 )
 """What published tokenizers call the token that ends a document, the likeliest first."""
 

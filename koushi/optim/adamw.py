@@ -33,7 +33,9 @@ class AdamW:
         self.moments: dict[str, Moments] = {}
 
     @torch.no_grad()
-    def step(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], decayed: set[str], lr: float) -> None:
+    def step(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], decayed: set[str], lr: float
+    ) -> None:
         """Update local shards in place; weight decay applies to the names in ``decayed``."""
         for group_decays in (True, False):
             names = [name for name in gradients if (name in decayed) is group_decays and parameters[name].numel()]

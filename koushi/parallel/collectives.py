@@ -18,16 +18,17 @@ _functional = torch.ops._c10d_functional
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' ``x`` joined along ``dim``, in rank order."""
-    flat = _functional.all_gather_into_tensor(x.contiguous().view(-1), group.size(), group.group_name)
-    gathered = _functional.wait_tensor(flat).view(group.size(), *x.shape)
+    flat: Tensor = _functional.all_gather_into_tensor(x.contiguous().view(-1), group.size(), group.group_name)
+    gathered: Tensor = _functional.wait_tensor(flat).view(group.size(), *x.shape)
     return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's piece along ``dim`` of the sum of the ranks' ``x``."""
     pieces = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
-    flat = _functional.reduce_scatter_tensor(pieces.view(-1), "sum", group.size(), group.group_name)
-    return _functional.wait_tensor(flat).view(pieces.shape[1:])
+    flat: Tensor = _functional.reduce_scatter_tensor(pieces.view(-1), "sum", group.size(), group.group_name)
+    piece: Tensor = _functional.wait_tensor(flat)
+    return piece.view(pieces.shape[1:])
 
 
 class _Gather(torch.autograd.Function):
@@ -54,12 +55,14 @@ class _ScatterSum(torch.autograd.Function):
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Pieces along ``dim`` to the whole, for a computation whose input gradient is a partial sum."""
-    return _Gather.apply(x, dim, group)
+    gathered: Tensor = _Gather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Partial sums to this rank's piece of their total along ``dim``."""
-    return _ScatterSum.apply(x, dim, group)
+    piece: Tensor = _ScatterSum.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return piece
 
 
 def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -29,7 +29,9 @@ from koushi.schedules import rank_of_stage, stage_layers, stages_of_rank
 
 def tensor_parallel_options(size: LlamaSize, tp: int, index: int) -> tensor.TensorParallel:
     """What tensor parallel needs to know of a Llama on the rank at ``index`` of tp."""
-    placements = {name: parameter.tp for name, parameter in llama.parameters(replace(size, tie_embeddings=False), tp).items()}
+    placements = {
+        name: parameter.tp for name, parameter in llama.parameters(replace(size, tie_embeddings=False), tp).items()
+    }
     copied: dict[str, slice] = {}
     if isinstance(llama.kv_placement(size, tp), Replicate):
         head = index * size.n_kv_heads // tp

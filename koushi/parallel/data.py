@@ -32,9 +32,7 @@ def apply(module: nn.Module, submesh: DeviceMesh, options: DataParallel, units: 
 
     The last gathered group of forward is the first of backward, so what is not in a unit stays gathered.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=options.compute, reduce_dtype=options.reduce, cast_forward_inputs=False
-    )
+    policy = MixedPrecisionPolicy(param_dtype=options.compute, reduce_dtype=options.reduce, cast_forward_inputs=False)
     for unit in units:
         fully_shard(unit, mesh=submesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
     fully_shard(module, mesh=submesh, mp_policy=policy, reshard_after_forward=False)

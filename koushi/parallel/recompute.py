@@ -39,5 +39,5 @@ def apply(block: nn.Module, mode: Literal["none", "selective", "full"]) -> nn.Mo
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
-    block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+    block.forward = partial(checkpoint, block.forward, **options)
     return block

@@ -183,4 +183,6 @@ class _VocabularyLoss(torch.autograd.Function):
 def token_loss_sum(logits: Tensor, labels: Tensor, submesh: DeviceMesh) -> Tensor:
     """As ``koushi.loss.token_loss_sum``, of logits [B, T, V / tp] cut by vocabulary; the same on every rank."""
     first_token = logits.shape[-1] * submesh.get_local_rank()
-    return _VocabularyLoss.apply(logits.flatten(0, 1), labels.flatten(), first_token, submesh.get_group())
+    arguments = (logits.flatten(0, 1), labels.flatten(), first_token, submesh.get_group())
+    loss: Tensor = _VocabularyLoss.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss

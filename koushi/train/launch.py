@@ -7,6 +7,7 @@ process does any parallel work of its own: OpenMP's threads do not survive it, s
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -32,6 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from koushi.errors import RankFailure, Stopped, TrainingError
 from koushi.job import Job
+from koushi.parallel.device_mesh import resolve_device
 from koushi.train.failures import failure_text, lost_peer, read_reports, report, write_report
 
 Worker = Callable[[Job], None]
@@ -63,16 +65,6 @@ def launch(worker: Worker, job: Job) -> None:
         _run_alone(worker, job)
     else:
         _start_world(worker, job)
-
-
-def device_type(job: Job) -> str:
-    """``cuda`` or ``cpu``, as ``run.device`` says; raises TrainingError where it is not there."""
-    wanted = job.config.run.device
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("run.device is cuda but torch finds no CUDA device here; use cpu or auto")
-    return wanted
 
 
 def _join_world(worker: Worker, job: Job) -> None:
@@ -129,7 +121,7 @@ def _lone_rank(port: int) -> dict[str, str]:
 
 def _start_world(worker: Worker, job: Job) -> None:
     world = job.mesh.world_size
-    device = device_type(job)
+    device = resolve_device(job.config.run.device)
     if device == "cuda" and world > torch.cuda.device_count():
         raise TrainingError(
             f"the mesh {job.mesh} has {world} ranks but this machine has {torch.cuda.device_count()} CUDA devices; "
@@ -151,6 +143,7 @@ def _start_world(worker: Worker, job: Job) -> None:
         stack.enter_context(_signals_restored())
         stack.enter_context(_elastic_quiet())
         stack.enter_context(_no_orphans())
+        stack.enter_context(_garbage_frozen())
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
         _raise_file_limit(world)
@@ -293,6 +286,18 @@ def _no_orphans() -> Iterator[None]:
             process.kill()
         for process in left:
             process.join()
+
+
+@contextmanager
+def _garbage_frozen() -> Iterator[None]:
+    """Keep forked ranks from collecting what this process left: ending a process group whose threads fork did
+    not copy crashes or hangs. It also keeps their memory shared."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _worth_showing(entry: logging.LogRecord) -> bool:

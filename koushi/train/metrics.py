@@ -51,8 +51,8 @@ class StepMetrics:
         mfu = f"  mfu {self.mfu:.1%}" if self.mfu is not None else ""
         left = seconds_text((steps - self.step) * self.step_seconds)
         return (
-            f"step {self.step:>{width}}/{steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  lr {self.lr:.2e}  "
-            f"{self.tokens_per_second:,.0f} tokens/s{mfu}  memory {bytes_text(self.memory_bytes)}  left {left}"
+            f"step {self.step:>{width}}/{steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
+            f"lr {self.lr:.2e}  {self.tokens_per_second:,.0f} tokens/s{mfu}  memory {bytes_text(self.memory_bytes)}  left {left}"
         )
 
 
@@ -117,19 +117,21 @@ class JsonLines(Sink):
 class TensorBoard(Sink):
     def __init__(self, folder: Path):
         if SummaryWriter is None:
-            raise TrainingError("metrics.tensorboard is on, but tensorboard is not installed: pip install 'koushi[tensorboard]'")
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+            raise TrainingError(
+                "metrics.tensorboard is on, but tensorboard is not installed: pip install 'koushi[tensorboard]'"
+            )
+        self._writer = SummaryWriter(str(folder))
 
     def step(self, metrics: StepMetrics) -> None:
         for name, value in asdict(metrics).items():
             if name != "step" and value is not None:
-                self._writer.add_scalar(f"train/{name}", value, metrics.step)  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(f"train/{name}", value, metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
-        self._writer.add_scalar("validation/loss", loss, step)  # type: ignore[no-untyped-call]
+        self._writer.add_scalar("validation/loss", loss, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 @final

@@ -73,7 +73,7 @@ class TrainStep:
         if self._model.schedule is not None:
             losses = self._model.schedule.step(tokens, labels)
         else:
-            losses = [self._microbatch(*batch, last) for *batch, last in self._microbatches(tokens, labels)]
+            losses = [self._microbatch(*microbatch) for microbatch in self._microbatches(tokens, labels)]
         return torch.stack(losses).sum() if losses else torch.zeros((), device=tokens.device)
 
     @torch.no_grad()

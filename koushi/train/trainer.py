@@ -26,10 +26,8 @@ def train_rank(job: Job, *, folder: Path) -> None:
     """Worker: train ``job`` as this process's rank; rank 0 writes into ``folder``."""
     device = local_device(resolve_device(job.config.run.device))
     init_process_group(device, job.config.run.timeout)
-    try:
-        Trainer(job, device, folder).run()
-    finally:
-        dist.destroy_process_group()
+    Trainer(job, device, folder).run()
+    dist.destroy_process_group()  # not after an error: leaving would look like the first failure to the others
 
 
 @final
@@ -120,8 +118,8 @@ class Trainer:
 
     def _check_finite(self, step: int, result: StepResult) -> None:
         """Every rank raises the same error, naming the rank whose own loss went first."""
-        what = next((name for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm))
-                     if not bool(value.isfinite())), None)
+        scalars = {"loss": result.loss, "gradient norm": result.grad_norm}
+        what = next((name for name, value in scalars.items() if not bool(value.isfinite())), None)
         if what is None:
             return
         culprit = torch.tensor(
@@ -131,8 +129,7 @@ class Trainer:
         where = ""
         if int(culprit) < self.job.mesh.world_size:
             where = f", from rank {int(culprit)} ({self.job.mesh.describe(int(culprit))})"
-        value = result.loss.item() if what == "loss" else result.grad_norm.item()
         raise TrainingError(
-            f"the {what} of step {step} is {value}{where}; a lower optimizer.lr, a longer lr_schedule.warmup_steps or a "
-            "lower training.max_grad_norm often help; if it happens at once, look at the data"
+            f"the {what} of step {step} is {scalars[what].item()}{where}; a lower optimizer.lr, a longer "
+            "lr_schedule.warmup_steps or a lower training.max_grad_norm often help; if it happens at once, look at the data"
         )

@@ -98,6 +98,11 @@ def test_values_are_plain(tmp_path: Path) -> None:
     }
 
 
+def test_the_nearest_anchor_above_counts(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path, "a: &x 1\nb: &x 2\nc: *x\n")
+    assert plain(tree.branch["c"]) == 2
+
+
 def test_a_byte_order_mark_is_not_a_character(tmp_path: Path) -> None:
     tree = tree_of(tmp_path, b"\xef\xbb\xbfmodel: {name: x}\n")
     assert tree.branch["model"].key_place.column == 1

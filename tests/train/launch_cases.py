@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -99,6 +100,16 @@ def vanish_on_rank_3(job: Job) -> None:
 def say_hello(job: Job) -> None:
     print(f"out of {rank_here()}", flush=True)
     print(f"err of {rank_here()}", file=sys.stderr, flush=True)
+
+
+def compute_in_parallel(job: Job) -> None:
+    """Work that torch gives to several threads where it has them."""
+    matrix = torch.randn(600, 600)
+    leave(job, "threads", f"{torch.get_num_threads()} {bool((matrix @ matrix).exp().isfinite().any())}")
+
+
+def collect_garbage(job: Job) -> None:
+    gc.collect()
 
 
 def hang(job: Job) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -17,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from koushi.errors import RankFailure, TrainingError
+from koushi.errors import RankFailure, Stopped, TrainingError
 from koushi.job import Job
-from koushi.train.launch import device_type, launch
+from koushi.parallel.device_mesh import resolve_device
+from koushi.train.launch import launch
 
 CASES = Path(cases.__file__)
 PATIENCE = 60
@@ -96,6 +98,53 @@ def test_a_world_of_one_lets_errors_through_and_cleans_up(tmp_path: Path) -> Non
     assert not dist.is_initialized()
 
 
+def test_ctrl_c_in_a_world_of_one_is_no_traceback(tmp_path: Path) -> None:
+    def worker(job: Job) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Stopped) as caught:
+        launch(worker, cases.make_job(tmp_path))
+    assert (str(caught.value), caught.value.exit_code) == ("stopped by SIGINT", 130)
+
+
+def test_ranks_are_reachable_from_this_machine_only(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def worker(job: Job) -> None:
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        sockets = psutil.Process().net_connections(kind="tcp")
+        seen.extend(each.laddr for each in sockets if each.status == psutil.CONN_LISTEN)
+        assert int(os.environ["MASTER_PORT"]) in {port for _, port in seen}
+
+    launch(worker, cases.make_job(tmp_path))
+    assert {address for address, _ in seen} == {"127.0.0.1"}
+
+
+def test_ranks_forked_after_parallel_work_here_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    launch(cases.compute_in_parallel, cases.make_job(tmp_path))
+    launch(cases.compute_in_parallel, cases.make_job(tmp_path, tp=2))
+    assert [(tmp_path / f"threads-{rank}").read_text() for rank in range(2)] == ["1 True", "1 True"]
+
+
+def test_ranks_do_not_collect_the_garbage_of_this_process(tmp_path: Path) -> None:
+    """A rank that ended a process group it inherited would crash or hang: its threads are not there."""
+
+    def leave_a_group_in_a_circle(job: Job) -> None:
+        cases.connect()
+        circle: list[object] = [dist.group.WORLD]
+        circle.append(circle)
+
+    gc.disable()
+    try:
+        launch(leave_a_group_in_a_circle, cases.make_job(tmp_path))
+        launch(cases.collect_garbage, cases.make_job(tmp_path, tp=2))
+    finally:
+        gc.enable()
+    assert gc.get_freeze_count() == 0
+
+
 def test_an_exception_is_shown_with_rank_coordinate_and_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +186,7 @@ def test_a_rank_that_exits_in_native_code_is_named_with_its_code(tmp_path: Path)
 )
 def test_a_signal_ends_every_rank(tmp_path: Path, number: signal.Signals, to_the_group: bool, code: int) -> None:
     with hanging_run(tmp_path) as run:
-        ranks = pids(tmp_path, 4)
+        ranks = pids(run, tmp_path, 4)
         if to_the_group:
             os.killpg(run.pid, number)
         else:
@@ -150,7 +199,7 @@ def test_a_signal_ends_every_rank(tmp_path: Path, number: signal.Signals, to_the
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     with hanging_run(tmp_path) as run:
-        ranks = pids(tmp_path, 4)
+        ranks = pids(run, tmp_path, 4)
         run.kill()
         run.wait(PATIENCE)
         await_true(lambda: all(gone(rank) for rank in ranks), "every rank gone")
@@ -158,19 +207,22 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
 
 def hanging_run(folder: Path) -> subprocess.Popen[str]:
     command = [sys.executable, str(CASES), "hang", "4", str(folder)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    environment = os.environ | {"TMPDIR": str(folder)}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment)
 
 
-def pids(folder: Path, ranks: int) -> list[int]:
+def pids(run: subprocess.Popen[str], folder: Path, ranks: int) -> list[int]:
+    """The process ids of all ranks, once all are connected."""
     files = [folder / f"pid-{rank}" for rank in range(ranks)]
-    await_true(lambda: all(file.exists() for file in files), "every rank started")
+    await_true(lambda: run.poll() is not None or all(file.exists() for file in files), "every rank started")
+    assert run.poll() is None, run.communicate()[1]
     return [int(file.read_text()) for file in files]
 
 
 def test_a_wrong_world_under_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TrainingError, match="2 processes were started .* has 8 ranks; start 8"):
+    with pytest.raises(TrainingError, match=r"2 processes were started .* has 8 ranks; start 8"):
         launch(cases.say_hello, cases.make_job(tmp_path, dp_shard=4, tp=2))
 
 
@@ -209,7 +261,7 @@ def test_a_job_can_be_sent_to_spawned_ranks(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_that_is_not_there_is_refused(tmp_path: Path) -> None:
     job = cases.make_job(tmp_path)
-    assert device_type(job) == "cpu"
+    assert resolve_device(job.config.run.device) == "cpu"
     config = job.config.model_copy(update={"run": job.config.run.model_copy(update={"device": "cuda"})})
     with pytest.raises(TrainingError, match="no CUDA device"):
-        device_type(Job(config, job.size, job.mesh, job.stages, job.name, job.base))
+        resolve_device(config.run.device)

@@ -77,7 +77,8 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return self.wo(mixed.transpose(1, 2).flatten(-2))
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(-2))
+        return out
 
 
 class FeedForward(nn.Module):
@@ -90,7 +91,8 @@ class FeedForward(nn.Module):
         self.w3 = Linear(size.dim, size.ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
 
 
 class Block(nn.Module):
@@ -103,7 +105,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.ffn_norm(x))
+        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return out
 
 
 class Llama(nn.Module):

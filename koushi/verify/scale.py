@@ -1,0 +1,168 @@
+"""A job made small enough to train here a few steps, its layout kept. No torch.
+
+What decides the maths of a layout is kept: the degrees (up to what this machine can start), the
+schedule, which heads are cut or copied, uneven stages, tied embeddings, unequal token counts. Widths,
+lengths and counts are not: they shrink to the smallest the layout allows.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+from koushi.check.schedule_needs import nearest_microbatches
+from koushi.config.schema import JobConfig, MasterDtype, Precision
+from koushi.job import Job
+from koushi.mesh import MeshSpec
+from koushi.models.llama.flops import parameter_count
+from koushi.models.llama.sizes import LlamaSize
+
+MOST_RANKS = 128
+MOST_PARAMETERS = 8_000_000
+MOST_STEP_TOKENS = 8192
+
+
+def scale_down(job: Job, precision: MasterDtype) -> tuple[Job, list[str]]:
+    """The job in ``precision`` throughout, small enough for this machine, and what was changed, for people."""
+    mesh = _fewer_ranks(job.mesh)
+    small = parameter_count(job.size) <= MOST_PARAMETERS and mesh == job.mesh
+    stages = job.stages if small else _fewer_layers(job)
+    if mesh.degree("pp") != job.mesh.degree("pp"):
+        stages = _first_and_last(stages, mesh.degree("pp") * job.stages_per_rank)
+    size = job.size if small else _narrower(job.size, mesh.degree("tp"), sum(len(stage) for stage in stages))
+    scaled = _with_batches(Job(job.config, size, mesh, stages, job.name, job.base))
+    config = _config(scaled, precision)
+    notes = [
+        f"{what} {before} -> {after}"
+        for what, before, after in (
+            ("processes", job.mesh.world_size, mesh.world_size),
+            ("mesh", job.mesh, mesh),
+            ("layers", job.size.n_layers, size.n_layers),
+            ("dim", job.size.dim, size.dim),
+            ("heads", job.size.n_heads, size.n_heads),
+            ("KV heads", job.size.n_kv_heads, size.n_kv_heads),
+            ("ffn_dim", job.size.ffn_dim, size.ffn_dim),
+            ("vocabulary", job.size.vocab_size, size.vocab_size),
+            ("seq_len", job.config.training.seq_len, config.training.seq_len),
+            ("global batch", job.config.training.global_batch_size, config.training.global_batch_size),
+            ("data", job.config.data.source, config.data.source),
+        )
+        if before != after
+    ]
+    return Job(config, size, mesh, stages, job.name, job.base), notes
+
+
+def single_process(job: Job) -> Job:
+    """The same training on a mesh of one."""
+    parallelism = job.config.parallelism.model_copy(
+        update={
+            "pipeline_parallel_degree": 1,
+            "data_parallel_replicate_degree": 1,
+            "data_parallel_shard_degree": 1,
+            "tensor_parallel_degree": 1,
+            "world_size": 1,
+            "pipeline_parallel_stages_per_rank": None,
+            "pipeline_parallel_layers_per_stage": None,
+        }
+    )
+    config = job.config.model_copy(update={"parallelism": parallelism})
+    return Job(config, job.size, MeshSpec.of(), (range(job.size.n_layers),), job.name, job.base)
+
+
+def _fewer_ranks(mesh: MeshSpec) -> MeshSpec:
+    """Halve the largest degree, data parallel ones first, until the world is small enough."""
+    degrees = dict(zip(mesh.names, mesh.shape, strict=True))
+    while MeshSpec.of(**degrees).world_size > MOST_RANKS:
+        data = max(("dp_replicate", "dp_shard"), key=lambda name: degrees[name])
+        name = data if degrees[data] > 2 else max(degrees, key=lambda name: degrees[name])
+        degrees[name] = max(1, degrees[name] // 2)
+    return MeshSpec.of(**degrees)
+
+
+def _fewer_layers(job: Job) -> tuple[range, ...]:
+    """Stages of at most two layers, lighter ones still lighter."""
+    heaviest = max(len(stage) for stage in job.stages)
+    counts = [0 if not stage else 1 if len(stage) < heaviest else 2 for stage in job.stages]
+    if len(counts) == 1:
+        counts = [min(2, heaviest)]
+    return _ranges(counts)
+
+
+def _first_and_last(stages: tuple[range, ...], n_stages: int) -> tuple[range, ...]:
+    counts = [len(stage) for stage in stages]
+    return _ranges(counts[: n_stages // 2] + counts[len(counts) - (n_stages - n_stages // 2) :])
+
+
+def _ranges(counts: list[int]) -> tuple[range, ...]:
+    stops = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
+
+
+def _narrower(size: LlamaSize, tp: int, n_layers: int) -> LlamaSize:
+    """Heads of 8 channels, as few as tp allows, KV heads cut or copied as before."""
+    kv_heads = tp if size.n_kv_heads % tp == 0 else size.n_kv_heads
+    grouped = 1 if size.n_heads == size.n_kv_heads else 2
+    heads = lcm(kv_heads * grouped, tp)
+    return LlamaSize(
+        vocab_size=max(1, 256 // tp) * tp,
+        dim=heads * 8,
+        n_layers=n_layers,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        ffn_dim=max(1, 3 * heads * 8 // tp) * tp,
+        tie_embeddings=size.tie_embeddings,
+        norm_eps=size.norm_eps,
+        rope_theta=size.rope_theta,
+        rope_scaling=size.rope_scaling,
+    )
+
+
+def _with_batches(job: Job) -> Job:
+    """Shorter samples and fewer microbatches, as few as the schedule takes."""
+    training, tp = job.config.training, job.mesh.degree("tp")
+    seq_len = training.seq_len
+    if seq_len * training.global_batch_size > MOST_STEP_TOKENS:
+        seq_len = min(seq_len, max(1, 64 // tp) * tp)
+    schedule = job.config.parallelism.pipeline_parallel_schedule
+    pp, n_stages = job.mesh.degree("pp"), len(job.stages)
+    microbatches = training.global_batch_size // (job_data_degree(job) * training.microbatch_size)
+    wanted = min(max(1, microbatches), max(2, 2 * n_stages))
+    if pp > 1:
+        wanted = nearest_microbatches(schedule, pp, n_stages, wanted)[-1]
+    microbatch = 1 if seq_len != training.seq_len else training.microbatch_size
+    update = {
+        "seq_len": seq_len,
+        "microbatch_size": microbatch,
+        "global_batch_size": microbatch * wanted * job_data_degree(job),
+    }
+    config = job.config.model_copy(update={"training": training.model_copy(update=update)})
+    return Job(config, job.size, job.mesh, job.stages, job.name, job.base)
+
+
+def job_data_degree(job: Job) -> int:
+    return job.mesh.degree("dp_replicate", "dp_shard")
+
+
+def _config(job: Job, precision: MasterDtype) -> JobConfig:
+    """The config that says what ``job`` is: its degrees, sizes and stages, and synthetic data of unequal counts."""
+    size, mesh = job.size, job.mesh
+    sizes = {name: getattr(size, name) for name in LlamaSize.__dataclass_fields__}
+    synthetic = {"source": "synthetic", "path": None, "tokenizer": "embedded", "masked_fraction": 0.4}
+    layers = tuple(len(stage) for stage in job.stages) if len(job.stages) > 1 else None
+    parallelism = job.config.parallelism.model_copy(
+        update={
+            "pipeline_parallel_degree": mesh.degree("pp"),
+            "data_parallel_replicate_degree": mesh.degree("dp_replicate"),
+            "data_parallel_shard_degree": mesh.degree("dp_shard"),
+            "tensor_parallel_degree": mesh.degree("tp"),
+            "world_size": mesh.world_size,
+            "pipeline_parallel_layers_per_stage": layers,
+        }
+    )
+    return job.config.model_copy(
+        update={
+            "model": job.config.model.model_copy(update=sizes),
+            "parallelism": parallelism,
+            "precision": Precision(parameters=precision, compute=precision, reduce=precision),
+            "data": job.config.data.model_copy(update=synthetic),
+        }
+    )
