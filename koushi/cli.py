@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import click
 
@@ -90,9 +90,16 @@ def train(arguments: tuple[str, ...]) -> None:
 
 
 @commands.command(context_settings=_ARGUMENTS)
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "float64"]),
+    default="float32",
+    show_default=True,
+    help="Of everything; float64 finds silent errors, float32 the paths that float64 hides.",
+)
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps to compare.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
-def verify(steps: int, arguments: tuple[str, ...]) -> None:
+def verify(steps: int, precision: Literal["float32", "float64"], arguments: tuple[str, ...]) -> None:
     """Show that the run's layout trains as one process does.
 
     \b
@@ -102,7 +109,7 @@ def verify(steps: int, arguments: tuple[str, ...]) -> None:
     from koushi.verify.command import verify as run
 
     run_path, overrides = _split(arguments)
-    run(run_path, overrides, steps)
+    run(run_path, overrides, steps, precision)
 
 
 for _command in (check, train, verify):

@@ -8,6 +8,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -15,11 +16,6 @@ import torch
 
 from koushi.errors import TrainingError
 from koushi.units import bytes_text, seconds_text
-
-try:  # an extra
-    from torch.utils.tensorboard import SummaryWriter
-except ImportError:
-    SummaryWriter = None  # type: ignore[assignment, misc]
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,8 @@ class StepMetrics:
         left = seconds_text((steps - self.step) * self.step_seconds)
         return (
             f"step {self.step:>{width}}/{steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
-            f"lr {self.lr:.2e}  {self.tokens_per_second:,.0f} tokens/s{mfu}  memory {bytes_text(self.memory_bytes)}  left {left}"
+            f"lr {self.lr:.2e}  {self.tokens_per_second:,.0f} tokens/s{mfu}  "
+            f"memory {bytes_text(self.memory_bytes)}  left {left}"
         )
 
 
@@ -116,11 +113,13 @@ class JsonLines(Sink):
 @final
 class TensorBoard(Sink):
     def __init__(self, folder: Path):
-        if SummaryWriter is None:
+        try:  # an extra, and slow to import
+            tensorboard = import_module("torch.utils.tensorboard")
+        except ImportError:
             raise TrainingError(
                 "metrics.tensorboard is on, but tensorboard is not installed: pip install 'koushi[tensorboard]'"
-            )
-        self._writer = SummaryWriter(str(folder))
+            ) from None
+        self._writer = tensorboard.SummaryWriter(str(folder))
 
     def step(self, metrics: StepMetrics) -> None:
         for name, value in asdict(metrics).items():

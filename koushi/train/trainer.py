@@ -131,5 +131,6 @@ class Trainer:
             where = f", from rank {int(culprit)} ({self.job.mesh.describe(int(culprit))})"
         raise TrainingError(
             f"the {what} of step {step} is {scalars[what].item()}{where}; a lower optimizer.lr, a longer "
-            "lr_schedule.warmup_steps or a lower training.max_grad_norm often help; if it happens at once, look at the data"
+            "lr_schedule.warmup_steps or a lower training.max_grad_norm often help; if it happens at once, look at "
+            "the data"
         )
