@@ -23,7 +23,7 @@ from koushi.check.rule import (
     Rule,
     listed,
 )
-from koushi.check.schedule_needs import SCHEDULES, microbatches_fit, nearest_microbatches
+from koushi.schedules import SCHEDULES, microbatches_fit, nearest_microbatches
 
 
 def _without_pipeline(facts: Facts) -> Iterator[Finding]:

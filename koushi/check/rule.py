@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from koushi.check.schedule_needs import SCHEDULES
 from koushi.config.load import RunFile
 from koushi.config.schema import JobConfig
 from koushi.models.llama.sizes import LlamaSize, llama_size
+from koushi.schedules import SCHEDULES
 
 NAME = "model.name"
 VOCAB = "model.vocab_size"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from math import lcm
 
-from koushi.check.schedule_needs import nearest_microbatches
 from koushi.config.schema import JobConfig, MasterDtype, Precision
 from koushi.job import Job
 from koushi.mesh import MeshSpec
 from koushi.models.llama.flops import parameter_count
 from koushi.models.llama.sizes import LlamaSize
+from koushi.schedules import nearest_microbatches
 
 MOST_RANKS = 128
 MOST_PARAMETERS = 8_000_000

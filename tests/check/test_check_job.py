@@ -122,7 +122,6 @@ def test_minus_one_and_empty_values_are_resolved(checked: Checked) -> None:
     assert parallelism.reshard_after_forward == "never"
     assert job.stages == (range(1), range(1, 3), range(3, 5), range(5, 6))
     assert (job.config.model.dim, job.config.model.n_heads) == (128, 8)
-    assert job.config.run.folder == "runs/run"
     assert job.name == "run"
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from koushi.check.schedule_needs import SCHEDULES, microbatches_fit, nearest_microbatches
 from koushi.errors import Problem
 from koushi.job import Job
 from koushi.layout import divide_layers
+from koushi.schedules import SCHEDULES, microbatches_fit, nearest_microbatches
 
 WORLD = 16
 

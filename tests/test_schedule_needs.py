@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from koushi.check.schedule_needs import SCHEDULES, microbatches_fit
+from koushi.schedules import SCHEDULES, microbatches_fit
 
 
 def torch_takes(schedule: str, pp: int, per_rank: int, microbatches: int) -> bool:
