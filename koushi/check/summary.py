@@ -60,7 +60,10 @@ def _batch(job: Job) -> list[str]:
         f"x {job.microbatches} microbatches x {training.microbatch_size}; {count_text(tokens)} tokens a step"
     )
     total = count_text(tokens * training.steps)
-    return [batch, f"run      {training.steps} steps, {total} tokens, into {job.config.run.folder}"]
+    return [
+        batch,
+        f"run      {training.steps} steps, {total} tokens, into {job.config.run.folder or f'runs/{job.name}'}",
+    ]
 
 
 def _span(stage: range) -> str:

@@ -1,6 +1,9 @@
 """Differentiable collectives on local tensors. Each has the other as its backward.
 
-Both run on contiguous tensors, since raw collectives read memory as it lies.
+They are operators of their own (``torch.ops.koushi``), so that selective recompute can keep an
+output, compile can trace them, and whoever watches operators sees one all-gather or reduce-scatter
+whatever carries it out. NCCL has both; gloo goes around a ring, one hop after the other, so on CPU an
+all-to-all moves the same bytes in one exchange.
 """
 
 from __future__ import annotations
@@ -11,24 +14,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Private: the functional collectives. Only these give selective recompute an output it can keep (the
-# public ones write into a buffer, which a replayed forward would leave empty) and compile a graph.
+# Private: the functional collectives. The public ones write into a buffer, which a replayed forward
+# would leave empty where selective recompute has kept the operator's output.
 _functional = torch.ops._c10d_functional
+
+_library = torch.library.Library("koushi", "DEF")
+_library.define("all_gather(Tensor x, int dim, int degree, str group) -> Tensor")
+_library.define("reduce_scatter(Tensor x, int dim, int degree, str group) -> Tensor")
+ALL_GATHER = torch.ops.koushi.all_gather.default
+REDUCE_SCATTER = torch.ops.koushi.reduce_scatter.default
+
+
+def _join(pieces: Tensor, dim: int) -> Tensor:
+    """[degree, *shape] to the pieces side by side along ``dim``."""
+    joined: Tensor = pieces.movedim(0, dim).flatten(dim, dim + 1)
+    return joined
+
+
+def _cut(x: Tensor, dim: int, degree: int) -> Tensor:
+    """The contiguous inverse of ``_join``."""
+    pieces: Tensor = x.unflatten(dim, (degree, -1)).movedim(dim, 0).contiguous()
+    return pieces
+
+
+def _exchange(blocks: Tensor, degree: int, group: str) -> Tensor:
+    """Block i of [degree, ...] to rank i; what came from each rank in its place."""
+    rows = [1] * degree
+    received: Tensor = _functional.wait_tensor(_functional.all_to_all_single(blocks, rows, rows, group))
+    return received
+
+
+def _all_gather_cpu(x: Tensor, dim: int, degree: int, group: str) -> Tensor:
+    return _join(_exchange(x.expand(degree, *x.shape).contiguous(), degree, group), dim)
+
+
+def _reduce_scatter_cpu(x: Tensor, dim: int, degree: int, group: str) -> Tensor:
+    return _exchange(_cut(x, dim, degree), degree, group).sum(0)
+
+
+def _all_gather_cuda(x: Tensor, dim: int, degree: int, group: str) -> Tensor:
+    gathered: Tensor = _functional.wait_tensor(_functional.all_gather_into_tensor(x.contiguous(), degree, group))
+    return _join(gathered.view(degree, *x.shape), dim)
+
+
+def _reduce_scatter_cuda(x: Tensor, dim: int, degree: int, group: str) -> Tensor:
+    pieces = _cut(x, dim, degree)
+    piece: Tensor = _functional.wait_tensor(
+        _functional.reduce_scatter_tensor(pieces.flatten(0, 1), "sum", degree, group)
+    )
+    return piece.view(pieces.shape[1:])
+
+
+def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.new_empty(*x.shape[:dim], size, *x.shape[dim + 1 :])
+
+
+_library.impl("all_gather", _all_gather_cpu, "CPU")
+_library.impl("all_gather", _all_gather_cuda, "CUDA")
+_library.impl("all_gather", lambda x, dim, degree, group: _resized(x, dim, x.shape[dim] * degree), "Meta")
+_library.impl("reduce_scatter", _reduce_scatter_cpu, "CPU")
+_library.impl("reduce_scatter", _reduce_scatter_cuda, "CUDA")
+_library.impl("reduce_scatter", lambda x, dim, degree, group: _resized(x, dim, x.shape[dim] // degree), "Meta")
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' ``x`` joined along ``dim``, in rank order."""
-    flat: Tensor = _functional.all_gather_into_tensor(x.contiguous().view(-1), group.size(), group.group_name)
-    gathered: Tensor = _functional.wait_tensor(flat).view(group.size(), *x.shape)
-    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+    gathered: Tensor = ALL_GATHER(x, dim, group.size(), group.group_name)
+    return gathered
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's piece along ``dim`` of the sum of the ranks' ``x``."""
-    pieces = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
-    flat: Tensor = _functional.reduce_scatter_tensor(pieces.view(-1), "sum", group.size(), group.group_name)
-    piece: Tensor = _functional.wait_tensor(flat)
-    return piece.view(pieces.shape[1:])
+    piece: Tensor = REDUCE_SCATTER(x, dim, group.size(), group.group_name)
+    return piece
 
 
 class _Gather(torch.autograd.Function):

@@ -53,6 +53,13 @@ def build_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, spec.shape, mesh_dim_names=spec.names)
 
 
+def destroy_mesh(world_mesh: DeviceMesh) -> None:
+    """Leave the groups of every dim, whose threads and connections would else stay; the world itself remains."""
+    for group in world_mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def local_device(device_type: str) -> torch.device:
     """This process's own device."""
     if device_type == "cuda":

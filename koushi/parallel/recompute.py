@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from koushi.parallel.collectives import REDUCE_SCATTER
+
 KEPT = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -23,7 +25,7 @@ KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        REDUCE_SCATTER,
     }
 )
 

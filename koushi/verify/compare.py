@@ -24,10 +24,19 @@ class Tolerance:
     """Of losses and gradient norms."""
     tensors: float
     """Of gradients, parameters and optimizer state."""
+    order: float
+    """Of the norm by which tensors differ: inf for the worst element, 2 for the root mean square.
+
+    AdamW divides a gradient by its own size, so where a gradient is all rounding error the update is too: in
+    float32 single elements say nothing after the first step.
+    """
 
 
 KINDS = ("initial", "loss", "gradient norm", "gradient", "parameter", "exp_avg", "exp_avg_sq")
-TOLERANCES = {"float32": Tolerance(scalars=1e-5, tensors=1e-4), "float64": Tolerance(scalars=1e-12, tensors=1e-9)}
+TOLERANCES = {
+    "float32": Tolerance(scalars=1e-5, tensors=1e-4, order=2),
+    "float64": Tolerance(scalars=1e-12, tensors=1e-9, order=math.inf),
+}
 
 
 @dataclass(frozen=True)
@@ -84,11 +93,7 @@ def relative(reference: Tensor, other: Tensor, order: float = math.inf) -> float
 def compare(
     reference: Sequence[RankRecord], records: Sequence[RankRecord], tolerance: Tolerance
 ) -> tuple[list[Difference], list[str]]:
-    """The largest difference of every kind, and faults of the layout itself (see ``assemble``).
-
-    A tensor's difference is that of its worst element, but for parameters of its root mean square: AdamW
-    divides a gradient by its own size, so where it is all rounding error the update is too.
-    """
+    """The largest difference of every kind, and faults of the layout itself (see ``assemble``)."""
     expected, _ = assemble(reference)
     found, wrong = assemble(records)
     if expected.keys() != found.keys():
@@ -109,8 +114,8 @@ def compare(
     for key in expected.keys() & found.keys():
         kind, name, step = key
         allowed = 0.0 if kind == "initial" else tolerance.tensors
-        order = 2 if kind == "parameter" else math.inf
-        note(kind, relative(expected[key], found[key], order), f"{name} at step {step}", allowed)
+        difference = relative(expected[key], found[key], tolerance.order)
+        note(kind, difference, f"{name} at step {step}", allowed)
     return [worst[kind] for kind in KINDS if kind in worst], wrong
 
 

@@ -13,13 +13,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from koushi.data.batches import open_samples, train_batch
 from koushi.job import Job
 from koushi.layout import Slices
 from koushi.optim.adamw import AdamW
 from koushi.parallel.compose import ParallelModel, build
-from koushi.parallel.device_mesh import build_mesh, init_process_group, local_device, resolve_device
+from koushi.parallel.device_mesh import (
+    build_mesh,
+    destroy_mesh,
+    init_process_group,
+    local_device,
+    resolve_device,
+)
 from koushi.train.step import TrainStep
 
 
@@ -52,8 +59,14 @@ def record_jobs(job: Job, *, jobs: Sequence[Job], steps: int, folder: Path) -> N
     """
     device = local_device(resolve_device(job.config.run.device))
     init_process_group(device, job.config.run.timeout)
+    mesh = None
     for index, one in enumerate(jobs):
-        torch.save(record(one, steps, device), folder / f"{index}-{dist.get_rank()}.pt")
+        if index == 0 or one.mesh != jobs[index - 1].mesh:
+            if mesh is not None:
+                destroy_mesh(mesh)
+            mesh = build_mesh(one.mesh, device.type)
+        assert mesh is not None, "the first job has built one"
+        torch.save(record(one, steps, mesh, device), folder / f"{index}-{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
@@ -62,10 +75,10 @@ def read_records(folder: Path, index: int, world_size: int) -> list[RankRecord]:
     return [torch.load(folder / f"{index}-{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def record(job: Job, steps: int, device: torch.device) -> RankRecord:
-    """Run ``steps`` of ``job`` as this rank of the current world."""
+def record(job: Job, steps: int, world_mesh: DeviceMesh, device: torch.device) -> RankRecord:
+    """Run ``steps`` of ``job`` as this rank of ``world_mesh``."""
     rank = dist.get_rank()
-    model = build(job, build_mesh(job.mesh, device.type), device)
+    model = build(job, world_mesh, device)
     optimizer = AdamW(job.config.optimizer)
     train_step = TrainStep(job, model, optimizer)
     samples = open_samples(job)

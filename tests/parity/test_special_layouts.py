@@ -18,6 +18,7 @@ def test_no_group_is_empty() -> None:
     assert {name for name, _ in CHUNKS} == set(GROUPS)
 
 
+# In float32 two of three: what only float32 shows depends on techniques, and every group has each of them often.
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ("float64", "float32"))
 @pytest.mark.parametrize(
@@ -26,5 +27,6 @@ def test_no_group_is_empty() -> None:
     ids=[f"{name} world{cases[0].world} {cases[0].name}" for name, cases in CHUNKS],
 )
 def test_special_layouts(cases: list[Case], dtype: str, references: References) -> None:
-    found = failures(cases, dtype, references)
+    chosen = cases if dtype == "float64" else [one for index, one in enumerate(cases) if index % 3 != 1]
+    found = failures(chosen, dtype, references)
     assert not found, in_words(found)
