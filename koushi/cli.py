@@ -133,7 +133,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         code = commands.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
         return int(code or 0)
     except KoushiError as error:
-        click.echo(str(error), err=True)
+        # Wrong input is wrong for every rank of a node: one of those that torchrun started says so.
+        if error.exit_code != 2 or os.environ.get("LOCAL_RANK", "0") == "0":
+            click.echo(str(error), err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130

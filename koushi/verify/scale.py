@@ -7,6 +7,7 @@ lengths and counts are not: they shrink to the smallest the layout allows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import lcm
 
 from koushi.config.schema import JobConfig, MasterDtype, Precision
@@ -28,7 +29,7 @@ def scale_down(job: Job, precision: MasterDtype) -> tuple[Job, list[str]]:
     stages = job.stages if small else _fewer_layers(job)
     if mesh.degree("pp") != job.mesh.degree("pp"):
         stages = _first_and_last(stages, mesh.degree("pp") * job.stages_per_rank)
-    size = job.size if small else _narrower(job.size, mesh.degree("tp"), sum(len(stage) for stage in stages))
+    size = job.size if small else _narrower(job, mesh.degree("tp"), sum(len(stage) for stage in stages))
     scaled = _with_batches(Job(job.config, size, mesh, stages, job.name, job.base))
     config = _config(scaled, precision)
     notes = [
@@ -81,10 +82,7 @@ def _fewer_ranks(mesh: MeshSpec) -> MeshSpec:
 def _fewer_layers(job: Job) -> tuple[range, ...]:
     """Stages of at most two layers, lighter ones still lighter."""
     heaviest = max(len(stage) for stage in job.stages)
-    counts = [0 if not stage else 1 if len(stage) < heaviest else 2 for stage in job.stages]
-    if len(counts) == 1:
-        counts = [min(2, heaviest)]
-    return _ranges(counts)
+    return _ranges([min(len(stage), 2 if len(stage) == heaviest else 1) for stage in job.stages])
 
 
 def _first_and_last(stages: tuple[range, ...], n_stages: int) -> tuple[range, ...]:
@@ -97,38 +95,40 @@ def _ranges(counts: list[int]) -> tuple[range, ...]:
     return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
 
 
-def _narrower(size: LlamaSize, tp: int, n_layers: int) -> LlamaSize:
-    """Heads of 8 channels, as few as tp allows, KV heads cut or copied as before."""
-    kv_heads = tp if size.n_kv_heads % tp == 0 else size.n_kv_heads
-    grouped = 1 if size.n_heads == size.n_kv_heads else 2
-    heads = lcm(kv_heads * grouped, tp)
-    return LlamaSize(
-        vocab_size=max(1, 256 // tp) * tp,
-        dim=heads * 8,
-        n_layers=n_layers,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        ffn_dim=max(1, 3 * heads * 8 // tp) * tp,
-        tie_embeddings=size.tie_embeddings,
-        norm_eps=size.norm_eps,
-        rope_theta=size.rope_theta,
-        rope_scaling=size.rope_scaling,
-    )
+def _narrower(job: Job, tp: int, n_layers: int) -> LlamaSize:
+    """As few heads as ``tp`` allows, KV heads cut or copied as before, of at most 8 channels each."""
+    size = job.size
+    kv_heads = tp
+    if size.n_kv_heads % job.mesh.degree("tp"):
+        kv_heads = max((count for count in range(1, min(size.n_kv_heads + 1, tp)) if tp % count == 0), default=1)
+    heads = lcm(kv_heads * (1 if size.n_heads == size.n_kv_heads else 2), tp)
+    narrowed = [
+        replace(
+            size,
+            vocab_size=max(1, 256 // tp) * tp,
+            dim=heads * width,
+            n_layers=n_layers,
+            n_heads=heads,
+            n_kv_heads=kv_heads,
+            ffn_dim=max(1, 3 * heads * width // tp) * tp,
+        )
+        for width in (8, 4, 2)
+    ]
+    return next((one for one in narrowed if parameter_count(one) <= MOST_PARAMETERS), narrowed[-1])
 
 
 def _with_batches(job: Job) -> Job:
     """Shorter samples and fewer microbatches, as few as the schedule takes."""
     training, tp = job.config.training, job.mesh.degree("tp")
-    seq_len = training.seq_len
+    seq_len, microbatch = training.seq_len, training.microbatch_size
     if seq_len * training.global_batch_size > MOST_STEP_TOKENS:
-        seq_len = min(seq_len, max(1, 64 // tp) * tp)
+        seq_len, microbatch = min(seq_len, max(1, 64 // tp) * tp), 1
     schedule = job.config.parallelism.pipeline_parallel_schedule
     pp, n_stages = job.mesh.degree("pp"), len(job.stages)
     microbatches = training.global_batch_size // (job_data_degree(job) * training.microbatch_size)
     wanted = min(max(1, microbatches), max(2, 2 * n_stages))
     if pp > 1:
         wanted = nearest_microbatches(schedule, pp, n_stages, wanted)[-1]
-    microbatch = 1 if seq_len != training.seq_len else training.microbatch_size
     update = {
         "seq_len": seq_len,
         "microbatch_size": microbatch,
@@ -146,7 +146,7 @@ def _config(job: Job, precision: MasterDtype) -> JobConfig:
     """The config that says what ``job`` is: its degrees, sizes and stages, and synthetic data of unequal counts."""
     size, mesh = job.size, job.mesh
     sizes = {name: getattr(size, name) for name in LlamaSize.__dataclass_fields__}
-    synthetic = {"source": "synthetic", "path": None, "tokenizer": "embedded", "masked_fraction": 0.4}
+    synthetic = {"source": "synthetic", "path": None, "tokenizer": "embedded", "masked_fraction": 0.4, "end_of_document_id": None}
     layers = tuple(len(stage) for stage in job.stages) if len(job.stages) > 1 else None
     parallelism = job.config.parallelism.model_copy(
         update={
