@@ -70,12 +70,12 @@ def single_process(job: Job) -> Job:
 
 
 def _fewer_ranks(mesh: MeshSpec) -> MeshSpec:
-    """Halve the largest degree, data parallel ones first, until the world is small enough."""
+    """Halve the largest degree, data parallel ones first, until the world is small enough; none that is on goes off."""
     degrees = dict(zip(mesh.names, mesh.shape, strict=True))
     while MeshSpec.of(**degrees).world_size > MOST_RANKS:
         data = max(("dp_replicate", "dp_shard"), key=lambda name: degrees[name])
         name = data if degrees[data] > 2 else max(degrees, key=lambda name: degrees[name])
-        degrees[name] = max(1, degrees[name] // 2)
+        degrees[name] = max(2, degrees[name] // 2)
     return MeshSpec.of(**degrees)
 
 
@@ -146,7 +146,13 @@ def _config(job: Job, precision: MasterDtype) -> JobConfig:
     """The config that says what ``job`` is: its degrees, sizes and stages, and synthetic data of unequal counts."""
     size, mesh = job.size, job.mesh
     sizes = {name: getattr(size, name) for name in LlamaSize.__dataclass_fields__}
-    synthetic = {"source": "synthetic", "path": None, "tokenizer": "embedded", "masked_fraction": 0.4, "end_of_document_id": None}
+    synthetic = {
+        "source": "synthetic",
+        "path": None,
+        "tokenizer": "embedded",
+        "masked_fraction": 0.4,
+        "end_of_document_id": None,
+    }
     layers = tuple(len(stage) for stage in job.stages) if len(job.stages) > 1 else None
     parallelism = job.config.parallelism.model_copy(
         update={

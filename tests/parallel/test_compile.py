@@ -1,0 +1,44 @@
+"""A compiled block computes what it did."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from koushi.models.llama.model import Block, Rotary
+from koushi.models.llama.sizes import LlamaSize
+from koushi.parallel import compile
+
+SIZE = LlamaSize(vocab_size=8, dim=16, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=24)
+
+
+def run(block: Block) -> dict[str, Tensor]:
+    x = torch.randn(2, 8, SIZE.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    cos, sin = Rotary(SIZE).tables(8, x.device, x.dtype)
+    out = block(x, cos, sin)
+    out.pow(2).sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in block.named_parameters()}
+    return gradients | {"output": out.detach(), "input": x.grad}
+
+
+@pytest.mark.long
+# Inductor's own imports use what torch calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_compiled_block_gives_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    block = Block(SIZE).double()
+    expected = run(block)
+    block.zero_grad()
+    names = list(block.state_dict())
+    assert compile.apply(block) is block
+    found = run(block)
+    assert list(block.state_dict()) == names
+    assert block._compiled_call_impl is not None, "nothing was compiled"
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)

@@ -1,0 +1,58 @@
+"""The torch mesh of a world, and this process's device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import alone
+
+from koushi.errors import TrainingError
+from koushi.mesh import MeshSpec
+from koushi.parallel.device_mesh import ParallelDims, build_mesh, local_device, resolve_device
+
+
+def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
+    def worker() -> None:
+        with pytest.raises(TrainingError, match=r"dp_shard=2, cp=1, tp=1\] needs 2 processes, but 1 were started"):
+            build_mesh(MeshSpec.of(dp_shard=2), "cpu")
+        with pytest.raises(TrainingError, match="start 4, or change the degrees"):
+            ParallelDims(tp=4).build_mesh("cpu")
+
+    alone(worker, tmp_path)
+
+
+def test_dims_of_degree_1_exist(tmp_path: Path) -> None:
+    def worker() -> None:
+        mesh = build_mesh(MeshSpec.of(), "cpu")
+        assert mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        assert [mesh[name].size() for name in mesh.mesh_dim_names] == [1] * 5
+        assert mesh["dp_replicate", "dp_shard"].shape == (1, 1)
+
+    alone(worker, tmp_path)
+
+
+def test_degrees_and_mesh_say_the_same() -> None:
+    dims = ParallelDims(pp=2, dp_replicate=3, dp_shard=4, tp=5)
+    assert dims.spec == MeshSpec.of(pp=2, dp_replicate=3, dp_shard=4, tp=5)
+    assert dims.world_size == 120
+    assert ParallelDims.of(dims.spec) == dims
+    assert ParallelDims().world_size == 1
+
+
+def test_device_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (resolve_device("auto"), resolve_device("cpu")) == ("cpu", "cpu")
+    with pytest.raises(TrainingError, match=r"run\.device is cuda, but .* use run\.device=cpu"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [resolve_device(choice) for choice in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+
+
+def test_a_process_has_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device("cuda") == torch.device("cuda", 3)
+    assert local_device("cpu") == torch.device("cpu")
+    monkeypatch.delenv("LOCAL_RANK")
+    assert local_device("cuda") == torch.device("cuda", 0)
