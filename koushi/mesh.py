@@ -66,7 +66,7 @@ class MeshSpec:
 
     def degree(self, *names: str) -> int:
         """How many devices lie along a dim, or along a fold of several."""
-        return prod(self.shape[self._axis(name)] for name in names)
+        return prod(self.shape[self._axis(name)] for name in set(names))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where ``rank`` sits: its index along every dim."""
@@ -98,7 +98,7 @@ class MeshSpec:
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks that share every coordinate with ``rank`` but those of ``names``."""
         coordinate = self.coordinate(rank)
-        base = rank - sum(coordinate[name] * self.strides[self._axis(name)] for name in names)
+        base = rank - sum(self.strides[self._axis(name)] * coordinate[name] for name in set(names))
         return tuple(base + offset for offset in self._offsets(names))
 
     def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
@@ -122,10 +122,10 @@ class MeshSpec:
             raise ValueError(f"no mesh dim {name!r}; the dims are {', '.join(self.names)}") from None
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
-        return sorted(names, key=self._axis)
+        return sorted(set(names), key=self._axis)
 
     def _offsets(self, names: Iterable[str]) -> list[int]:
-        axes = sorted(self._axis(name) for name in names)
+        axes = sorted({self._axis(name) for name in names})
         return [
             sum(index * self.strides[axis] for index, axis in zip(indices, axes, strict=True))
             for indices in product(*(range(self.shape[axis]) for axis in axes))

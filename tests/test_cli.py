@@ -109,11 +109,11 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 def test_train_and_verify_are_called_with_what_was_given(calls: Calls) -> None:
     assert ended("train", "--tp", "2", DEBUG, "training.steps=3") == 0
     assert ended("verify", DEBUG, "--steps", "7", "--tp=2") == 0
-    assert ended("verify", DEBUG) == 0
+    assert ended("verify", DEBUG, "--precision=float64") == 0
     assert calls == [
         (Path(DEBUG), ["--tp", "2", "training.steps=3"]),
-        (Path(DEBUG), ["--tp=2"], 7),
-        (Path(DEBUG), [], 3),
+        (Path(DEBUG), ["--tp=2"], 7, "float32"),
+        (Path(DEBUG), [], 3, "float64"),
     ]
 
 
