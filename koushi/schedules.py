@@ -84,9 +84,8 @@ def rank_of_stage(schedule: str, pp: int, n_stages: int, stage: int) -> int:
     return stage % pp
 
 
-def stage_layers(n_layers: int, parallelism: Parallelism) -> tuple[range, ...]:
-    """The layers of every stage, first to last, as a run file's parallelism section asks for."""
-    pp = parallelism.pipeline_parallel_degree
+def stage_layers(n_layers: int, pp: int, parallelism: Parallelism) -> tuple[range, ...]:
+    """The layers of every stage over ``pp`` ranks, first to last, as a run file's parallelism section asks for."""
     counts = parallelism.pipeline_parallel_layers_per_stage
     if counts is None:
         fewest = 1 if pp == 1 else SCHEDULES[parallelism.pipeline_parallel_schedule].fewest_stages_per_rank

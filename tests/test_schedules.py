@@ -54,20 +54,20 @@ def parallelism(**given: object) -> Parallelism:
 
 
 def test_layers_of_stages_follow_each_other() -> None:
-    assert stage_layers(6, parallelism()) == (range(6),)
-    assert stage_layers(6, parallelism(degree=2)) == (range(3), range(3, 6))
-    assert stage_layers(6, parallelism(degree=4)) == (range(1), range(1, 3), range(3, 5), range(5, 6))
+    assert stage_layers(6, 1, parallelism()) == (range(6),)
+    assert stage_layers(6, 2, parallelism(degree=2)) == (range(3), range(3, 6))
+    assert stage_layers(6, 4, parallelism(degree=4)) == (range(1), range(1, 3), range(3, 5), range(5, 6))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_has_its_own_number_of_stages_unless_told(name: str) -> None:
-    stages = stage_layers(16, parallelism(degree=4, schedule=name))
+    stages = stage_layers(16, 4, parallelism(degree=4, schedule=name))
     assert len(stages) == 4 * SCHEDULES[name].fewest_stages_per_rank
     assert [layer for stage in stages for layer in stage] == list(range(16))
 
 
 def test_stages_a_rank_and_layers_a_stage_are_taken_as_given() -> None:
-    three = stage_layers(6, parallelism(degree=2, schedule="LoopedBFS", stages_per_rank=3))
+    three = stage_layers(6, 2, parallelism(degree=2, schedule="LoopedBFS", stages_per_rank=3))
     assert len(three) == 6
-    given = stage_layers(5, parallelism(degree=2, schedule="GPipe", layers_per_stage=(0, 5)))
+    given = stage_layers(5, 2, parallelism(degree=2, schedule="GPipe", layers_per_stage=(0, 5)))
     assert given == (range(0), range(5))

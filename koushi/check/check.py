@@ -44,7 +44,7 @@ def check(run_file: RunFile, world_size: int | None = None) -> Job:
         config=config,
         size=facts.size,
         mesh=mesh,
-        stages=stage_layers(facts.size.n_layers, parallelism),
+        stages=stage_layers(facts.size.n_layers, facts.pp, parallelism),
         name=run_file.path.stem,
         base=run_file.path.parent,
     )
@@ -86,7 +86,7 @@ def _resolved(facts: Facts) -> JobConfig:
         }
     )
     if facts.pp > 1:
-        layers = tuple(len(stage) for stage in stage_layers(facts.size.n_layers, parallelism))
+        layers = tuple(len(stage) for stage in stage_layers(facts.size.n_layers, facts.pp, parallelism))
         parallelism = parallelism.model_copy(update={"pipeline_parallel_layers_per_stage": layers})
     size = facts.size
     model = config.model.model_copy(update={name: getattr(size, name) for name in type(size).__dataclass_fields__})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from koushi.config.schema import JobConfig
@@ -59,8 +59,16 @@ def parallelize_part(part: Llama, world_mesh: DeviceMesh, dims: ParallelDims, co
             reduce=DTYPES[config.precision.reduce],
             reshard_after_forward=reshard == "always" or (reshard == "auto" and dims.pp == 1),
         )
-        data.apply(part, submesh, options, list(part.layers.values()))
+        data.apply(part, submesh, options, _gathered_alone(part))
     return part
+
+
+def _gathered_alone(part: Llama) -> list[nn.Module]:
+    """What data parallel gathers and frees on its own: blocks, and an embedding that shares nothing."""
+    units: list[nn.Module] = list(part.layers.values())
+    if part.tok_embeddings is not None and (part.output is None or not part.size.tie_embeddings):
+        units.insert(0, part.tok_embeddings)
+    return units
 
 
 def parallelize_llama(
@@ -74,7 +82,7 @@ def parallelize_llama(
     parallelism = job_config.parallelism
     if parallel_dims.pp == 1:
         return {0: parallelize_part(model, world_mesh, parallel_dims, job_config)}
-    stages = stage_layers(model.size.n_layers, parallelism)
+    stages = stage_layers(model.size.n_layers, parallel_dims.pp, parallelism)
     held = stages_of_rank(
         parallelism.pipeline_parallel_schedule, parallel_dims.pp, len(stages), world_mesh["pp"].get_local_rank()
     )
