@@ -54,6 +54,12 @@ class TrainingError(KoushiError):
     """Training cannot go on (a non-finite loss, a world of the wrong size)."""
 
 
+class DoesNotFit(KoushiError):
+    """A run that has no room where it would start."""
+
+    exit_code = 3
+
+
 class RankFailure(KoushiError):
     """A rank raised, was killed or left; the text begins with the first failure."""
 

@@ -12,6 +12,12 @@ def bytes_text(count: float) -> str:
     raise AssertionError("unreachable: the last unit always returns")
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 step``, ``2 steps``, ``3 microbatches``."""
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{count} {noun}{ending}"
+
+
 def count_text(count: float) -> str:
     """5800000 becomes ``5.80M``."""
     for unit in ("", "K", "M", "B"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from koushi.check.rule import NAME, TP, VOCAB, Facts, Finding, Rule
-from koushi.check.vocabulary import ids_needed, tokenizer_file
+from koushi.check.vocabulary import added_tokens, ids_needed, tokenizer_file
 from koushi.config.source import shown_text
+from koushi.data.end_names import END_NAMES
 from koushi.data.files import SUFFIXES, source_files
 from koushi.errors import DataError
 
@@ -91,6 +93,24 @@ def _tokenizer(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _end_token(facts: Facts) -> Iterator[Finding]:
+    data = facts.config.data
+    if data.source in ("synthetic", "tokens") or data.end_of_document_id is not None:
+        return
+    try:
+        names = added_tokens(tokenizer_file(data.tokenizer, facts.base))
+    except (OSError, ValueError, RuntimeError):
+        return  # told by the rule on the tokenizer
+    if not any(name in END_NAMES for name in names):
+        what = f"is {shown_text(data.tokenizer)}, which has no added token that ends a document, such as {END_NAMES[0]}"
+        yield Finding((TOKENIZER,), what, f"a tokenizer with one, or set {END_ID} to the id that ends a document")
+
+
+def _parquet(facts: Facts) -> Iterator[Finding]:
+    if facts.config.data.source == "parquet" and find_spec("pyarrow") is None:
+        yield Finding((SOURCE,), "is parquet, but pyarrow is not installed", "pip install 'koushi[parquet]', or jsonl")
+
+
 def _token_dtype(facts: Facts) -> Iterator[Finding]:
     data, vocab_size = facts.config.data, facts.size.vocab_size
     if data.source == "tokens" and data.token_dtype == "uint16" and vocab_size > 2**16:
@@ -111,4 +131,6 @@ RULES = (
     Rule((SOURCE, TOKENIZER, NAME, VOCAB, TP), _tokenizer),
     Rule((SOURCE, TOKEN_DTYPE, NAME, VOCAB), _token_dtype),
     Rule((END_ID, NAME, VOCAB), _end_of_document),
+    Rule((SOURCE, TOKENIZER, END_ID), _end_token),
+    Rule((SOURCE,), _parquet),
 )

@@ -11,7 +11,6 @@ from koushi.check.rule import (
     DP_SHARD,
     GLOBAL_BATCH,
     MICROBATCH,
-    STEPS,
     Facts,
     Finding,
     Rule,
@@ -61,14 +60,6 @@ def _precision(facts: Facts) -> Iterator[Finding]:
         yield Finding((compute, parameters), what, f"float32 or bfloat16, or {parameters} float64")
 
 
-def _warmup(facts: Facts) -> Iterator[Finding]:
-    warmup, steps = facts.config.lr_schedule.warmup_steps, facts.config.training.steps
-    if warmup > steps:
-        yield Finding(
-            ("lr_schedule.warmup_steps", STEPS), f"is {warmup}, more than the run's {steps} steps", f"0 to {steps}"
-        )
-
-
 def _validation(facts: Facts) -> Iterator[Finding]:
     if facts.config.validation.every > 0 and facts.config.data.validation_fraction == 0:
         yield Finding(
@@ -101,7 +92,6 @@ RULES = (
     Rule((GLOBAL_BATCH, MICROBATCH, DP_REPLICATE, DP_SHARD), _global_batch),
     Rule((GLOBAL_BATCH, MICROBATCH, DP_REPLICATE, DP_SHARD), _microbatch),
     Rule(_PRECISION, _precision),
-    Rule(("lr_schedule.warmup_steps", STEPS), _warmup),
     Rule(("validation.every", "data.validation_fraction"), _validation),
     Rule(("metrics.tensorboard",), _tensorboard),
     Rule(("run.folder",), _folder),

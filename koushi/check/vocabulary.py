@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,7 @@ def ids_needed(path: Path) -> int:
 
     Raises OSError where the file cannot be read and ValueError where it is no tokenizer.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError("is not JSON") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON (line {error.lineno}: {error.msg})") from error
+    content = _content(path)
     match content:
         case {"model": {"vocab": dict(vocab)}}:
             ids = list(vocab.values())
@@ -37,6 +33,23 @@ def ids_needed(path: Path) -> int:
         case _:
             raise ValueError("holds no model with a vocabulary")
     return _largest([*ids, *_added(content)]) + 1
+
+
+@lru_cache(maxsize=2)
+def _content(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON (line {error.lineno}: {error.msg})") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError("is not JSON") from error
+
+
+def added_tokens(path: Path) -> list[str]:
+    """What the added tokens are called. Raises as ``ids_needed`` does."""
+    content = _content(path)
+    tokens = content.get("added_tokens") if isinstance(content, dict) else None
+    return [str(token.get("content")) for token in tokens or [] if isinstance(token, dict)]
 
 
 def _added(content: dict[str, Any]) -> list[Any]:

@@ -11,27 +11,12 @@ from typing import final
 import numpy as np
 from tokenizers import Tokenizer
 
+from koushi.data.end_names import END_NAMES
 from koushi.errors import DataError
 
 EMBEDDED = Path(__file__).with_name("tokenizer.json")
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
-
-END_NAMES = (
-    END_OF_TEXT,
-    "<|endoftext|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "<|endofdocument|>",
-    "<|end▁of▁sentence|>",
-    "<\uff5cend▁of▁sentence\uff5c>",
-    "<EOS>",
-    "[EOS]",
-    "<EOD>",
-    "<|eod|>",
-)
-"""What published tokenizers call the token that ends a document, the likeliest first."""
 
 
 def tokenizer_path(name: str, base: Path) -> Path:

@@ -17,9 +17,11 @@ from koushi.data.batches import open_samples
 from koushi.errors import TrainingError
 from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
+from koushi.parallel.device_mesh import resolve_device
 from koushi.train.launch import launch
+from koushi.train.room import refuse_too_large
 from koushi.train.trainer import train_rank
-from koushi.units import count_text
+from koushi.units import count_text, counted
 
 
 def train(path: Path, overrides: Sequence[str] = ()) -> None:
@@ -28,6 +30,8 @@ def train(path: Path, overrides: Sequence[str] = ()) -> None:
     job = check(run_file, started_world(run_file))
     folder = run_folder(job)
     leads = int(os.environ.get("RANK", "0")) == 0
+    if "WORLD_SIZE" not in os.environ and resolve_device(job.config.run.device) == "cpu":
+        refuse_too_large(job)
     if leads:
         open_samples(job)  # data that cannot be used is told before any process starts
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +57,7 @@ def headline(job: Job) -> str:
     return (
         f"{job.config.model.name}, {count_text(parameter_count(job.size))} parameters, on {job.mesh.world_size} "
         f"processes [{dims}]; {training.global_batch_size} x {training.seq_len} tokens a step, "
-        f"{job.microbatches} microbatches a rank"
+        f"{counted(job.microbatches, 'microbatch')} a rank"
     )
 
 

@@ -41,11 +41,13 @@ class StepMetrics:
     """Of this step's global batch."""
     elapsed_seconds: float
     """Since training began."""
+    left_seconds: float
+    """Expected until the last step, at the pace since the first report."""
 
     def line(self, steps: int) -> str:
         width = len(str(steps))
         mfu = f"  mfu {self.mfu:.1%}" if self.mfu is not None else ""
-        left = seconds_text((steps - self.step) * self.step_seconds)
+        left = seconds_text(self.left_seconds)
         return (
             f"step {self.step:>{width}}/{steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
             f"lr {self.lr:.2e}  {self.tokens_per_second:,.0f} tokens/s{mfu}  "
@@ -140,13 +142,24 @@ class Pace:
     def __init__(self) -> None:
         self._began = self._last = time.perf_counter()
         self._step = 0
+        self._steady = 0.0
+        self._steady_steps = 0
+        self._latest: float | None = None
 
     def since_last(self, step: int) -> tuple[float, float]:
         """Seconds per step up to ``step``, and seconds since the beginning."""
         now = time.perf_counter()
         seconds = (now - self._last) / max(1, step - self._step)
-        self._last, self._step = now, step
+        if self._latest is not None:  # the steps up to the first report include what is made only once
+            self._steady += now - self._last
+            self._steady_steps += step - self._step
+        self._last, self._step, self._latest = now, step, seconds
         return seconds, now - self._began
+
+    def left(self, steps: int) -> float:
+        """Seconds that ``steps`` more will take, by all those since the first report."""
+        assert self._latest is not None, "asked before the first report"
+        return steps * (self._steady / self._steady_steps if self._steady_steps else self._latest)
 
     def skip(self) -> None:
         """Leave out what has passed since the last step (a validation)."""

@@ -94,6 +94,7 @@ class Trainer:
             samples=step * training.global_batch_size,
             valid_tokens=int(result.tokens.item()),
             elapsed_seconds=elapsed,
+            left_seconds=self.pace.left(training.steps - step),
         )
         for sink in self.sinks:
             sink.step(metrics)

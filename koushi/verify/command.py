@@ -16,6 +16,7 @@ from koushi.config.schema import MasterDtype
 from koushi.errors import VerifyError
 from koushi.job import Job
 from koushi.train.launch import launch
+from koushi.units import counted
 from koushi.verify.compare import TOLERANCES, Difference, compare
 from koushi.verify.record import RankRecord, read_records, record_jobs
 from koushi.verify.scale import scale_down, single_process
@@ -33,9 +34,12 @@ def verify(path: Path, overrides: Sequence[str] = (), steps: int = 3, precision:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    console.print(f"{job.mesh.world_size} processes {job.mesh} against 1, {steps} steps in {precision}", markup=False)
+    console.print(
+        f"{counted(job.mesh.world_size, 'process')} {job.mesh} against 1, {counted(steps, 'step')} in {precision}",
+        markup=False,
+    )
     if notes:
-        console.print("scaled to this machine: " + ", ".join(notes), markup=False)
+        console.print("changed to run here: " + ", ".join(notes), markup=False)
     with tempfile.TemporaryDirectory() as folder:
         records = run_recorded(job, [job], steps, Path(folder) / "layout")[0]
         reference = run_recorded(single_process(job), [single_process(job)], steps, Path(folder) / "single")[0]

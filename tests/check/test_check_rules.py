@@ -271,12 +271,6 @@ CASES = [
     ),
     # Training.
     (
-        "training: {steps: 5}\nlr_schedule: {warmup_steps: §6}",
-        "lr_schedule.warmup_steps",
-        "is 6, more than the run's 5 steps",
-        "0 to 5",
-    ),
-    (
         "validation: {every: 5}\ndata: {validation_fraction: §0}",
         "data.validation_fraction",
         "is 0, but validation.every is 5",

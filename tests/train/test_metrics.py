@@ -29,6 +29,7 @@ ROW = StepMetrics(
     samples=56,
     valid_tokens=1000,
     elapsed_seconds=14.0,
+    left_seconds=86.0,
 )
 
 
@@ -43,8 +44,21 @@ def test_utilisation_is_shown_where_it_is_known() -> None:
 
 
 def test_the_last_line_has_nothing_left() -> None:
-    assert replace(ROW, step=50).line(50).startswith("step 50/50  ")
-    assert replace(ROW, step=50).line(50).endswith("left 0.0s")
+    last = replace(ROW, step=50, left_seconds=0.0).line(50)
+    assert last.startswith("step 50/50  ")
+    assert last.endswith("left 0.0s")
+
+
+def test_what_is_left_goes_by_all_steps_after_the_first_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 10.0, 12.0, 16.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    pace = Pace()
+    assert pace.since_last(1) == (10.0, 10.0)
+    assert pace.left(5) == 50.0
+    assert pace.since_last(2) == (2.0, 12.0)
+    assert pace.left(5) == 10.0
+    assert pace.since_last(4) == (2.0, 16.0)
+    assert pace.left(3) == 6.0
 
 
 def test_progress_goes_out_line_by_line() -> None:

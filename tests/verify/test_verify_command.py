@@ -42,7 +42,7 @@ def test_a_large_job_is_scaled_and_says_so(tmp_path: Path, capfd: pytest.Capture
     text = "model: {name: llama3-1b}\ntraining: {seq_len: 4096}\nrun: {device: cpu}\n"
     verify(tiny_file(tmp_path, text), ["--dp-replicate", "2"], steps=1)
     lines = capfd.readouterr().out.splitlines()
-    assert lines[1].startswith("scaled to this machine: layers 16 -> 2, dim 2048 -> 16")
+    assert lines[1].startswith("changed to run here: layers 16 -> 2, dim 2048 -> 16")
     assert lines[-1] == VERDICT
 
 
