@@ -37,6 +37,8 @@ def ids_needed(path: Path) -> int:
 
 @lru_cache(maxsize=2)
 def _content(path: Path) -> Any:
+    if path.exists() and not path.is_file():
+        raise ValueError("is not a regular file")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

@@ -165,7 +165,7 @@ class Run(Section):
     folder: str | None = None
     """Where the run writes; empty: runs/<name of the run file>, relative to the current folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout: Positive = 600.0
+    timeout: Annotated[float, Field(ge=1, le=604_800, allow_inf_nan=False)] = 600.0
     """Seconds that a collective may take before the run is given up."""
 
 

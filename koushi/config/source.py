@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, StreamMark, YAMLError
@@ -23,6 +24,7 @@ Branch = dict[str, "Entry"]
 
 MAX_VALUES = 100_000
 """What a file may hold once its aliases are written out."""
+MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
 
 _TAG = "tag:yaml.org,2002:"
@@ -265,6 +267,11 @@ def _convert(tag: str, text: str) -> Scalar:
 def _read_text(path: Path) -> str:
     place = Place.in_file(path)
     try:
+        about = path.stat()
+        if not (S_ISREG(about.st_mode) or S_ISDIR(about.st_mode)):
+            raise _refusal(place, "is not a regular file, but a device, a pipe or a socket", "name a run file")
+        if about.st_size > MAX_BYTES:
+            raise _refusal(place, f"has {about.st_size} bytes", f"a run file has at most {MAX_BYTES}")
         data = path.read_bytes()
     except FileNotFoundError:
         raise _refusal(place, "no such file", _runs_nearby(path)) from None

@@ -82,9 +82,10 @@ class Packed(Samples):
     ):
         count = max(0, len(tokens) - 1) // seq_len
         if count == 0:
+            shorter = f", or a seq_len of at most {len(tokens) - 1}" if len(tokens) > 1 else ""
             raise DataError(
                 f"the data holds {len(tokens)} tokens, fewer than one sample of training.seq_len {seq_len} and the "
-                f"token after it; give more text, or a seq_len of at most {max(1, len(tokens) - 1)}"
+                f"token after it; give more text{shorter}"
             )
         super().__init__(count, seq_len, seed, validation_fraction)
         self._tokens = tokens

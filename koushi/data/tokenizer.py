@@ -48,6 +48,7 @@ class Encoder:
     """
 
     def __init__(self, path: Path, end_id: int | None = None):
+        self.path = path
         self.tokenizer = _load(path)
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocab_size == 0:
@@ -56,7 +57,12 @@ class Encoder:
 
     def encode(self, texts: Sequence[str], ends: Sequence[bool]) -> np.ndarray:
         """Ids (uint32) of several pieces in a row; ``end_id`` follows those that end their document."""
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception for a text it has no tokens for
+            raise DataError(
+                f"data.tokenizer: {self.path} cannot encode the text: {error}; give a tokenizer that covers it"
+            ) from error
         ids = chain.from_iterable(
             chain(encoding.ids, (self.end_id,)) if end else encoding.ids
             for encoding, end in zip(encodings, ends, strict=True)

@@ -95,7 +95,8 @@ def parallelize_llama(
 class GlobalLoss:
     """The loss of a microbatch as its share of the global batch's mean.
 
-    ``total``, the valid tokens of the whole global batch, is set before the first forward of a step.
+    ``total``, the valid tokens of the whole global batch, is set before the first forward of a step; a
+    batch without any has a loss of 0.
     """
 
     def __init__(self, tp: DeviceMesh | None):
@@ -104,8 +105,8 @@ class GlobalLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self._tp is None:
-            return token_loss_sum(logits, labels) / self.total
-        return tensor.token_loss_sum(logits, labels, self._tp) / self.total
+            return token_loss_sum(logits, labels) / self.total.clamp(min=1)
+        return tensor.token_loss_sum(logits, labels, self._tp) / self.total.clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,9 @@ class TrainStep:
         return loss.detach()
 
     def _total_tokens(self, labels: Tensor) -> Tensor:
-        """Valid tokens of the global batch; at least 1, so that a batch without any has a loss of 0."""
+        """Valid tokens of the global batch."""
         total = valid_tokens(labels)
         for name in ("dp_replicate", "dp_shard"):
             if name in self._model.groups:
                 dist.all_reduce(total, group=self._model.groups[name])
-        return total.clamp(min=1)
+        return total

@@ -113,6 +113,11 @@ class Trainer:
             loss = self.train_step.evaluate(batch.to(self.device), labels.to(self.device))
             count = int(self.model.loss.total.item())
             total, tokens = total + loss.item() * count, tokens + count
+        if tokens == 0:
+            raise TrainingError(
+                "the held-out samples have no label that counts in the loss; set validation.every to 0, or another "
+                "data.validation_fraction"
+            )
         for sink in self.sinks:
             sink.validation(step, total / tokens)
         self.pace.skip()

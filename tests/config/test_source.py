@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from math import isnan
 from pathlib import Path
 
@@ -218,3 +219,18 @@ def test_flow_reads_lists_sections_and_quotes() -> None:
     for wrong in ("[1", "{a: [}", "'x", "[" * 1000, "[*a]"):
         with pytest.raises(ValueError, match=r"."):
             flow(wrong)
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="is not a regular file"):
+            read(path)
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.yaml"
+    path.write_bytes(b"# " + b"x" * (1 << 20))
+    with pytest.raises(ConfigError, match="has 1048578 bytes; a run file has at most 1048576"):
+        read(path)
