@@ -166,7 +166,7 @@ def test_an_unreadable_file_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ConfigError, match=r"cannot be read: Permission denied"):
-        read(tmp_path / "run.yaml")
+        read(write(tmp_path, "a: 1"))
 
 
 def test_a_path_that_no_file_can_have_is_refused() -> None:
