@@ -30,7 +30,7 @@ TECHNIQUES = ("tensor", "pipeline", "data", "context", "expert", "recompute", "p
 
 WITHOUT_TORCH = ("errors", "units", "config", "mesh", "layout", "schedules", "hardware", "plan", "job", "check")
 """Parts that import no torch, and nothing that does; besides them the files below of every model."""
-MODEL_FILES_WITHOUT_TORCH = ("sizes", "layout")
+MODEL_FILES_WITHOUT_TORCH = ("sizes", "layout", "hf", "hf_folder")
 
 LONGEST = 500
 

@@ -59,7 +59,8 @@ def write_tensor_file(path: Path, contents: Sequence[Content], values: Iterable[
 
 
 def _header(contents: Sequence[Content]) -> tuple[bytes, list[int]]:
-    entries, end = {}, 0
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # as transformers wants it
+    end = 0
     ends = [0]
     for content in contents:
         end += content.nbytes

@@ -39,10 +39,12 @@ class RopeScaling(Section):
 
 
 class Model(Section):
-    """Which model. A size left empty comes from the named preset."""
+    """Which model. A size left empty comes from the named preset, or from the folder hf."""
 
     name: str = "llama3-debug"
     """A preset: llama3-debug, llama3-1b, llama3-3b, llama3-8b, llama3-70b, llama3-405b."""
+    hf: str | None = None
+    """A Hugging Face folder whose weights the run starts from; the sizes are then its own. Relative to the run file."""
     vocab_size: Count | None = None
     dim: Count | None = None
     """Width of the residual stream."""
@@ -134,7 +136,7 @@ class Data(Section):
     text_key: str = "text"
     """The field of a jsonl or parquet row that holds the text."""
     tokenizer: str = "embedded"
-    """embedded, or the path of a Hugging Face tokenizer.json; relative to the run file."""
+    """embedded, or the path of a tokenizer.json, relative to the run file; not set, that of model.hf where it has one."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Of .bin files."""
     end_of_document_id: Natural | None = None

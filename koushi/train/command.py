@@ -51,7 +51,7 @@ def headline(job: Job) -> str:
     dims = ", ".join(f"{name}={degree}" for name, degree in zip(job.mesh.names, job.mesh.shape, strict=True))
     training = job.config.training
     return (
-        f"{job.config.model.name}, {count_text(parameter_count(job.size))} parameters, on {job.mesh.world_size} "
+        f"{job.model_name}, {count_text(parameter_count(job.size))} parameters, on {job.mesh.world_size} "
         f"processes [{dims}]; {training.global_batch_size} x {training.seq_len} tokens a step, "
         f"{job.microbatches} microbatches a rank"
     )
