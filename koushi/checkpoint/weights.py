@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Self, final
+from collections.abc import Iterator, Sequence
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from koushi.checkpoint.manifest import PARAMETER, TensorEntry
-from koushi.checkpoint.tensors import CheckpointFiles
-from koushi.config.schema import JobConfig
-from koushi.errors import CheckpointError
 from koushi.layout import Slices
 from koushi.models.llama.layout import parameters
 from koushi.models.llama.model import Llama
-from koushi.models.llama.sizes import LlamaSize, llama_size
+from koushi.models.llama.sizes import LlamaSize
 from koushi.parallel.shards import LocalParameter
 
 
@@ -38,37 +31,6 @@ class Weights(ABC):
         """Every parameter in the order of the model, one at a time."""
         for name, parameter in parameters(self.size).items():
             yield name, self.read(name, tuple(slice(0, extent) for extent in parameter.shape))
-
-
-@final
-class CheckpointWeights(Weights):
-    """The parameters of a checkpoint. Raises CheckpointError for a folder that holds none that can be read."""
-
-    def __init__(self, folder: Path):
-        self.files = CheckpointFiles(folder)
-        try:
-            self.config = JobConfig.model_validate(dict(self.files.manifest.head.config))
-            self.size = llama_size(self.config.model)
-        except (ValidationError, KeyError) as error:
-            raise CheckpointError(f"{folder}: its run file is not one that this version reads: {error}") from error
-        held = self.files.manifest.by_key
-        absent = [name for name, one in parameters(self.size).items() if not self._fits(held, name, one.shape)]
-        if absent:
-            raise CheckpointError(f"{folder}: its run file describes a model with other parameters: {absent[0]}")
-
-    @staticmethod
-    def _fits(held: Mapping[str, TensorEntry], name: str, shape: tuple[int, ...]) -> bool:
-        key = f"{PARAMETER}/{name}"
-        return key in held and held[key].shape == shape
-
-    def read(self, name: str, part: Slices) -> Tensor:
-        return self.files.read(f"{PARAMETER}/{name}", part)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.files.close()
 
 
 @torch.no_grad()

@@ -83,6 +83,8 @@ def check_folder(folder: Path) -> tuple[LlamaSize, Survey]:
     try:
         size = read_size(folder)
     except WeightsError as error:
+        if not folder.is_dir():
+            raise
         wrong.extend(error.reasons)
     found = survey(folder)
     wrong.extend(found.wrong)
