@@ -136,7 +136,7 @@ class Data(Section):
     text_key: str = "text"
     """The field of a jsonl or parquet row that holds the text."""
     tokenizer: str = "embedded"
-    """embedded, or the path of a tokenizer.json, relative to the run file; not set, that of model.hf where it has one."""
+    """embedded, or a tokenizer.json, relative to the run file. Where it is not set and model.hf has one: that."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Of .bin files."""
     end_of_document_id: Natural | None = None
@@ -163,9 +163,27 @@ class Metrics(Section):
     """Also write TensorBoard event files (needs the tensorboard extra)."""
 
 
+class Checkpoint(Section):
+    """What is kept of a run, so that it can be gone on with. Off while every is 0."""
+
+    every: Natural = 0
+    """Steps between checkpoints; 0: none. The last step of a run has one too."""
+    mode: Literal["async", "sync"] = "async"
+    """Whether training goes on while a checkpoint is written, from a copy in host memory."""
+    keep_last: Count = 3
+    """How many of the newest are kept."""
+    keep_every: Natural = 0
+    """Those of every so many steps are kept for good; 0: none."""
+
+
 class Run(Section):
     folder: str | None = None
     """Where the run writes; empty: runs/<name of the run file>, relative to the current folder."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint of the run's own folder; never: begin anew in the next free folder;
+    else the path of a checkpoint or of a run folder to go on from, in a new folder."""
+    grace: Positive = 30.0
+    """Seconds after SIGTERM in which a run with checkpoints finishes its step, saves and exits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: Positive = 600.0
     """Seconds that a collective may take before the run is given up."""
@@ -183,4 +201,5 @@ class JobConfig(Section):
     data: Data = Data()
     validation: Validation = Validation()
     metrics: Metrics = Metrics()
+    checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()
