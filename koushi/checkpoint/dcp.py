@@ -49,6 +49,11 @@ from koushi.checkpoint.tensors import DTYPE_NAMES, CheckpointFiles, Part, as_byt
 from koushi.errors import CheckpointError
 
 
+Pieces = Mapping[str, Mapping[str, Piece]]
+"""A state dict, with all pieces under one name: torch logs every name of a state dict, at some cost."""
+_PIECES = "pieces"
+
+
 @dataclass(frozen=True)
 class Stored:
     """Where a chunk went."""
@@ -64,7 +69,7 @@ def save(folder: Path, head: Head, pieces: Sequence[Piece], group: dist.ProcessG
     """
     try:
         dcp.save(
-            {piece.key: piece for piece in pieces},
+            {_PIECES: {piece.key: piece for piece in pieces}},
             storage_writer=Writer(folder, head, dist.get_rank(group)),
             planner=PieceSavePlanner(),
             process_group=group,
@@ -80,7 +85,7 @@ def load(files: CheckpointFiles, pieces: Sequence[Piece], group: dist.ProcessGro
     """
     try:
         dcp.load(
-            {str(index): piece for index, piece in enumerate(pieces)},
+            {_PIECES: {str(index): piece for index, piece in enumerate(pieces)}},
             storage_reader=Reader(files),
             planner=PieceLoadPlanner(files.manifest),
             process_group=group,
@@ -98,12 +103,10 @@ def _raise_first(error: CheckpointException) -> NoReturn:
 
 @final
 class PieceSavePlanner(SavePlanner):
-    """Plans to write every piece of the state dict, which maps keys to pieces."""
+    """Plans to write every piece of the state dict."""
 
-    def set_up_planner(
-        self, state_dict: Mapping[str, Piece], storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self._pieces = state_dict
+    def set_up_planner(self, state_dict: Pieces, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self._pieces = state_dict[_PIECES]
 
     def create_local_plan(self) -> SavePlan:
         self._plan = SavePlan([_write_item(piece) for piece in self._pieces.values()])
@@ -228,9 +231,9 @@ class PieceLoadPlanner(LoadPlanner):
         self._manifest = manifest
 
     def set_up_planner(
-        self, state_dict: Mapping[str, Piece], metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: Pieces, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self._pieces = state_dict
+        self._pieces = state_dict[_PIECES]
 
     def create_local_plan(self) -> LoadPlan:
         items = [item for number, piece in self._pieces.items() for item in self._reads(number, piece)]

@@ -149,7 +149,7 @@ def to_text(manifest: Manifest) -> str:
         ],
         "files": [[file.name, file.size, file.checksums] for file in manifest.files],
     }
-    return json.dumps({"format": FORMAT, "checksum": _checksum(body), "manifest": body}) + "\n"
+    return json.dumps({"format": FORMAT, "checksum": _checksum(body), "manifest": body})
 
 
 def from_text(text: str) -> Manifest:

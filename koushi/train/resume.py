@@ -49,7 +49,7 @@ def run_place(job: Job) -> RunPlace:
     if place.found:
         folder, manifest = newest(place.found)
         check_size(folder, manifest.head, job.size)
-        if source is not None and manifest.head.step >= job.config.training.steps:
+        if folder.parent != place.checkpoints and manifest.head.step >= job.config.training.steps:
             raise TrainingError(
                 f"{folder} is a checkpoint of step {manifest.head.step}, and training.steps is "
                 f"{job.config.training.steps}: nothing is left to train; raise training.steps"
