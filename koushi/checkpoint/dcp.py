@@ -48,7 +48,6 @@ from koushi.checkpoint.state import Piece
 from koushi.checkpoint.tensors import DTYPE_NAMES, CheckpointFiles, Part, as_bytes
 from koushi.errors import CheckpointError
 
-
 Pieces = Mapping[str, Mapping[str, Piece]]
 """A state dict, with all pieces under one name: torch logs every name of a state dict, at some cost."""
 _PIECES = "pieces"

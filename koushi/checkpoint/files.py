@@ -134,20 +134,29 @@ class VerifiedFile:
 
     def _load(self, blocks: range) -> None:
         start = blocks.start * BLOCK
-        data = np.empty(min(blocks.stop * BLOCK, self._entry.size) - start, dtype=np.uint8)
-        view, done = data.data, 0
+        length = min(blocks.stop * BLOCK, self._entry.size) - start
+        self._held = range(0)
+        if len(self._data) < length:
+            self._data = np.empty(length, dtype=np.uint8)
+        view = self._data.data[:length]
+        for index, block in enumerate(blocks):
+            # Checked a block at a time, while the processor's cache holds it.
+            part = view[index * BLOCK : (index + 1) * BLOCK]
+            self._fill(part, block * BLOCK)
+            if zlib.crc32(part) != self._entry.checksums[block]:
+                raise self._damaged(f"is not as it was written: bytes from {block * BLOCK} have another checksum")
+        self._held = blocks
+
+    def _fill(self, view: memoryview, position: int) -> None:
+        done = 0
         while done < len(view):
             try:
-                count = os.preadv(self._descriptor, [view[done:]], start + done)
+                count = os.preadv(self._descriptor, [view[done:]], position + done)
             except OSError as error:
                 raise self._damaged(f"cannot be read: {error.strerror}") from None
             if count == 0:
-                raise self._damaged(f"has {start + done} bytes, {self._entry.size} were written")
+                raise self._damaged(f"has {position + done} bytes, {self._entry.size} were written")
             done += count
-        for index, block in enumerate(blocks):
-            if zlib.crc32(view[index * BLOCK : (index + 1) * BLOCK]) != self._entry.checksums[block]:
-                raise self._damaged(f"is not as it was written: bytes from {block * BLOCK} have another checksum")
-        self._held, self._data = blocks, data
 
     def _damaged(self, what: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(f"{self._path.parent}: {self._path.name} {what}")

@@ -39,12 +39,13 @@ def owned(parameters: Sequence[LocalParameter], optimizer: AdamW, coordinate: Ma
 
 
 def held(parameters: Sequence[LocalParameter], optimizer: AdamW, optimizer_steps: int) -> list[Piece]:
-    """What this rank loads. Gives every parameter moments of zeros where ``optimizer_steps`` says there are some."""
+    """What this rank loads. Gives every parameter moments, yet to be filled, where ``optimizer_steps`` says that there
+    are some."""
     optimizer.steps = optimizer_steps
     optimizer.moments.clear()
     for one in parameters if optimizer_steps else ():
         if one.value.numel():
-            optimizer.moments[one.name] = Moments(torch.zeros_like(one.value), torch.zeros_like(one.value))
+            optimizer.moments[one.name] = Moments(torch.empty_like(one.value), torch.empty_like(one.value))
     return list(_pieces(parameters, optimizer))
 
 
