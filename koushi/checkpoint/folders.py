@@ -40,12 +40,14 @@ def to_remove(steps: Iterable[int], keep_last: int, keep_every: int) -> list[int
     return [step for step in older if not (keep_every and step % keep_every == 0)]
 
 
-def keep(checkpoints: Path, keep_last: int, keep_every: int) -> None:
-    """Remove what is no longer kept, each by one rename first, so that a half-removed one is never taken for whole.
+def keep(checkpoints: Path, newest: int, keep_last: int, keep_every: int) -> None:
+    """Remove what is no longer kept of the checkpoints up to step ``newest``, which is whole.
 
-    Raises OSError.
+    Later ones do not count: they are damaged, and the run has gone back before them. Each is renamed first, so that a
+    half-removed one is never taken for whole. Raises OSError.
     """
-    folders = {step: folder for folder in published(checkpoints) if (step := step_of(folder)) is not None}
+    found = ((step_of(folder), folder) for folder in published(checkpoints))
+    folders = {step: folder for step, folder in found if step is not None and step <= newest}
     for step in to_remove(folders, keep_last, keep_every):
         doomed = folders[step].with_name(f".{folders[step].name}.removed")
         folders[step].rename(doomed)

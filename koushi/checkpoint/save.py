@@ -39,15 +39,12 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="koushi-checkpoint")
         self._saving: Future[None] | None = None
-        self.last: int | None = None
-        """The step of the last save that was begun."""
         if self._leads:
             clear_leftovers(folder)
 
     def save(self, head: Head, pieces: Sequence[Piece], now: bool = False) -> None:
         """Save ``pieces`` as the checkpoint of ``head.step``; ``now``: return when it is published."""
         self.wait()
-        self.last = head.step
         wait = now or self._options.mode == "sync"
         self._saving = self._pool.submit(self._write, head, self._stage(pieces))
         if wait:
@@ -65,8 +62,8 @@ class Saver:
             saving.result()
 
     def close(self) -> None:
-        """Begin no more saves; one in flight is not waited for."""
-        self._pool.shutdown(wait=False)
+        """Begin no more saves. One in flight is waited for only if no other rank can hold it up."""
+        self._pool.shutdown(wait=dist.get_world_size(self._group) == 1)
 
     @torch.no_grad()
     def _stage(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -88,7 +85,7 @@ class Saver:
         try:
             dcp.save(folder, head, pieces, self._group)
             if self._leads:
-                keep(self._folder, self._options.keep_last, self._options.keep_every)
+                keep(self._folder, head.step, self._options.keep_last, self._options.keep_every)
         except (OSError, CheckpointError) as error:
             if self._leads:
                 shutil.rmtree(partial_of(folder), ignore_errors=True)

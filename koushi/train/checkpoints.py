@@ -81,8 +81,6 @@ class Checkpoints:
             found, self._job.size, self._model.parameters, self._optimizer, self._group, self._say
         )
         head = manifest.head
-        if self._saver is not None and folder.parent == self.place.checkpoints:
-            self._saver.last = head.step
         self._say(self._resumed(str(folder), manifest))
         return Start(head.step, head.samples)
 

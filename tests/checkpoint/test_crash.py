@@ -34,7 +34,7 @@ def save(checkpoints: Path, step: int) -> None:
     described = [Described(PARAMETER, name, torch.float32, tuple(value.shape)) for name, value in VALUES[step].items()]
     head = Head(step, 0, 0, 0, "", {}, {}, "", "")
     write_checkpoint(step_folder(checkpoints, step), head, described, iter(VALUES[step].values()))
-    keep(checkpoints, keep_last=2, keep_every=0)
+    keep(checkpoints, step, keep_last=2, keep_every=0)
 
 
 class Faults:
