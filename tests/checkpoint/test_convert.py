@@ -49,7 +49,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_come_back_to_the_bit(tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_come_back_to_the_bit(tied: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "in", torch.bfloat16, shard="20KB", tie_word_embeddings=tied, rope_parameters=LLAMA3)
     from_hf(tmp_path / "in", tmp_path / "checkpoint", "float32")
     to_hf(tmp_path / "checkpoint", tmp_path / "out", "bfloat16", 1e-5)
@@ -59,7 +59,7 @@ def test_weights_come_back_to_the_bit(tied: bool, tmp_path: Path, capsys: pytest
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 5
     config = read_object(tmp_path / "out" / "config.json")
     assert (config["bos_token_id"], config["eos_token_id"], config["max_position_embeddings"]) == (1, 2, 128)
-    printed = capsys.readouterr().out.splitlines()
+    printed = capfd.readouterr().out.splitlines()
     assert printed[0].startswith(f"wrote {tmp_path / 'checkpoint'}: {len(before)} tensors, ")
     assert printed[1] == f"wrote {tmp_path / 'out'} in bfloat16"
 
@@ -117,14 +117,14 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
 
 
 def test_the_embedded_tokenizer_works_in_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KOUSHI_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text.txt"
     text.write_text("a text of some words, " * 200)
     run = trained(tmp_path / "run", "model.vocab_size=2048", "data.source=text", f"data.path={text}")
     to_hf(run, tmp_path / "out", "float32", 5)
-    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / 'out'} in float32"
+    assert capfd.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / 'out'} in float32"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     encoder = Encoder(EMBEDDED)
     sentence = "import numpy as np\n"
@@ -133,11 +133,11 @@ def test_the_embedded_tokenizer_works_in_transformers(
     assert tokenizer.decode(tokenizer(sentence)["input_ids"]) == sentence
 
 
-def test_a_run_on_token_ids_says_that_it_has_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_token_ids_says_that_it_has_no_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path / "run")
     to_hf(run, tmp_path / "out", "float32", 5)
     said = "without a tokenizer: the run was trained on token ids"
-    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / 'out'} in float32; {said}"
+    assert capfd.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / 'out'} in float32; {said}"
     assert load(tmp_path / "out").config.vocab_size == SIZES["vocab_size"]
 
 

@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def printed(path: Path, capsys: pytest.CaptureFixture[str], sampling: Sampling = GREEDY, prompt: str = PROMPT) -> str:
+def printed(path: Path, capfd: pytest.CaptureFixture[str], sampling: Sampling = GREEDY, prompt: str = PROMPT) -> str:
     generate(path, prompt, sampling)
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert "there is no key-value cache yet" in err
     return str(out)
 
@@ -47,16 +47,14 @@ def greedy_in_transformers(folder: Path, ids: list[int]) -> list[int]:
     return found
 
 
-def test_text_is_what_transformers_would_write(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_what_transformers_would_write(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     encoder = Encoder(EMBEDDED)
     ids = encoder.encode([PROMPT], [False]).tolist()
     expected = encoder.decode(ids + greedy_in_transformers(folder, ids))
-    assert printed(folder, capsys) == expected + "\n"
+    assert printed(folder, capfd) == expected + "\n"
 
 
-def test_the_tokenizers_own_beginning_is_added(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tokenizers_own_beginning_is_added(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(folder, tmp_path / "model")
     path = tmp_path / "model" / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -71,16 +69,16 @@ def test_the_tokenizers_own_beginning_is_added(
     encoder = Encoder(EMBEDDED)
     ids = [0, *encoder.encode([PROMPT], [False]).tolist()]
     expected = encoder.decode((ids + greedy_in_transformers(folder, ids))[1:])
-    assert printed(tmp_path / "model", capsys) == expected + "\n"
+    assert printed(tmp_path / "model", capfd) == expected + "\n"
 
 
 def test_a_converted_checkpoint_writes_the_same(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = printed(folder, capsys)
+    expected = printed(folder, capfd)
     from_hf(folder, tmp_path / "checkpoint", "float32")
-    capsys.readouterr()
-    assert printed(tmp_path / "checkpoint", capsys) == expected
+    capfd.readouterr()
+    assert printed(tmp_path / "checkpoint", capfd) == expected
 
 
 RUN = """
@@ -95,16 +93,16 @@ DOCUMENT = "one two three four five six seven"
 
 
 def test_a_run_says_what_it_was_taught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KOUSHI_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.jsonl").write_text((json.dumps({"text": DOCUMENT}) + "\n") * 200)
     (tmp_path / "run.yaml").write_text(RUN.replace("RUN", str(tmp_path / "run")))
     train(tmp_path / "run.yaml")
-    capsys.readouterr()
+    capfd.readouterr()
     long = Sampling(max_tokens=50, temperature=0.0, top_k=None, seed=0)
-    assert printed(tmp_path / "run", capsys, long, prompt="one two") == DOCUMENT + "\n"
-    assert printed(tmp_path / "run" / "checkpoints" / "step-00000040", capsys, long, prompt="one") == DOCUMENT + "\n"
+    assert printed(tmp_path / "run", capfd, long, prompt="one two") == DOCUMENT + "\n"
+    assert printed(tmp_path / "run" / "checkpoints" / "step-00000040", capfd, long, prompt="one") == DOCUMENT + "\n"
 
 
 def test_what_cannot_be_used_is_told(folder: Path, tmp_path: Path) -> None:
@@ -122,9 +120,9 @@ def test_what_cannot_be_used_is_told(folder: Path, tmp_path: Path) -> None:
         generate(tmp_path / "small", PROMPT, GREEDY, EMBEDDED)
 
 
-def test_a_tokenizer_can_be_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = printed(folder, capsys)
+def test_a_tokenizer_can_be_named(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    expected = printed(folder, capfd)
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()
     generate(tmp_path / "model", PROMPT, GREEDY, EMBEDDED)
-    assert capsys.readouterr().out == expected
+    assert capfd.readouterr().out == expected
