@@ -74,19 +74,33 @@ def check(world: int | None, arguments: tuple[str, ...]) -> None:
 
 
 @commands.command(context_settings=_ARGUMENTS)
+@click.option(
+    "--resume", metavar="auto|never|PATH", help="Go on from the run's newest checkpoint, begin anew, or from PATH."
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="How often all ranks are started again, from the newest checkpoint, when one fails.",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
-def train(arguments: tuple[str, ...]) -> None:
+def train(resume: str | None, max_restarts: int, arguments: tuple[str, ...]) -> None:
     """Train as a run file says, one process per device.
+
+    A run with checkpoints (checkpoint.every) goes on where it ended.
 
     \b
     Example:
       koushi train examples/debug.yaml --tp 1 training.steps=10
+      koushi train examples/debug.yaml checkpoint.every=10 --max-restarts 3
       torchrun --nproc-per-node 8 -m koushi train examples/debug.yaml
     """
     from koushi.train.command import train as run
 
     run_path, overrides = _split(arguments)
-    run(run_path, overrides)
+    run(run_path, overrides if resume is None else [*overrides, f"run.resume={resume}"], max_restarts)
 
 
 @commands.command(context_settings=_ARGUMENTS)
@@ -110,6 +124,121 @@ def verify(steps: int, precision: Literal["float32", "float64"], arguments: tupl
 
     run_path, overrides = _split(arguments)
     run(run_path, overrides, steps, precision)
+
+
+@commands.group(cls=Commands)
+def convert() -> None:
+    """Turn a Hugging Face folder into a checkpoint, or a checkpoint into such a folder.
+
+    \b
+    Example:
+      koushi convert from-hf models/tiny checkpoints/tiny
+      koushi convert to-hf runs/debug models/debug --dtype bfloat16
+    """
+
+
+@convert.command("from-hf")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
+    default="float32",
+    show_default=True,
+    help="Of the weights in the checkpoint.",
+)
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
+def from_hf(folder: Path, checkpoint: Path, dtype: str) -> None:
+    """Write the weights of the Hugging Face folder DIR as a checkpoint of step 0.
+
+    To train from DIR this is not needed: a run file may say model: {hf: DIR}.
+
+    \b
+    Example:
+      koushi convert from-hf models/tiny checkpoints/tiny
+    """
+    from koushi.checkpoint.convert import from_hf as run
+
+    run(folder, checkpoint, dtype)
+
+
+@convert.command("to-hf")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
+    default="float32",
+    show_default=True,
+    help="Of the weights in the folder.",
+)
+@click.option(
+    "--shard-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Most that one file holds, in 10^9 bytes; a larger tensor has a file of its own.",
+)
+@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+def to_hf(checkpoint: Path, folder: Path, dtype: str, shard_gb: float) -> None:
+    """Write CKPT, or the newest checkpoint of a run folder, as the Hugging Face folder DIR.
+
+    \b
+    Example:
+      koushi convert to-hf runs/debug models/debug --dtype bfloat16
+    """
+    from koushi.checkpoint.convert import to_hf as run
+
+    run(checkpoint, folder, dtype, shard_gb)
+
+
+@commands.command()
+@click.option("--prompt", required=True, help="What the text begins with.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.8,
+    show_default=True,
+    help="Lower is closer to the likeliest text; 0 always takes the likeliest token.",
+)
+@click.option("--top-k", type=click.IntRange(min=1), help="Draw only from the K likeliest tokens.  [default: from all]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json.  [default: the one it was trained with]"
+)
+@click.argument("path", type=click.Path(path_type=Path), metavar="CKPT_OR_DIR")
+def generate(
+    path: Path, prompt: str, max_tokens: int, temperature: float, top_k: int | None, seed: int, tokenizer: Path | None
+) -> None:
+    """Continue a text with the model of a checkpoint, a run folder or a Hugging Face folder.
+
+    One process, in float32. The text goes to stdout as it comes.
+
+    \b
+    Example:
+      koushi generate runs/debug --prompt "A list is" --max-tokens 60 --top-k 40
+    """
+    from koushi.generate.command import generate as run
+    from koushi.generate.sample import Sampling
+
+    run(path, prompt, Sampling(max_tokens, temperature, top_k, seed), tokenizer)
+
+
+@commands.command()
+@click.option("--tensors", is_flag=True, help="Also name every parameter with its shape and dtype.")
+@click.argument("path", type=click.Path(path_type=Path), metavar="CKPT")
+def inspect(path: Path, tensors: bool) -> None:
+    """Say what a checkpoint, or each of a run folder, holds, and whether it is whole.
+
+    Reads every byte. Exit code 1 means that one is damaged.
+
+    \b
+    Example:
+      koushi inspect runs/debug
+      koushi inspect runs/debug/checkpoints/step-00000050 --tensors
+    """
+    from koushi.checkpoint.inspect import inspect as run
+
+    run(path, tensors)
 
 
 for _command in (check, train, verify):

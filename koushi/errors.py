@@ -50,6 +50,17 @@ class DataError(KoushiError):
     exit_code = 2
 
 
+class WeightsError(KoushiError):
+    """A model's folder or weights that cannot be used, every reason on a line of its own."""
+
+    exit_code = 2
+
+    def __init__(self, reasons: Sequence[str]):
+        assert reasons, "a WeightsError needs at least one reason"
+        self.reasons = tuple(reasons)
+        super().__init__("\n".join(reasons))
+
+
 class TrainingError(KoushiError):
     """Training cannot go on (a non-finite loss, a world of the wrong size)."""
 
@@ -58,6 +69,14 @@ class DoesNotFit(KoushiError):
     """A run that has no room where it would start."""
 
     exit_code = 3
+
+
+class CheckpointError(KoushiError):
+    """A checkpoint that cannot be written, read or used."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is not as it was written: truncated, altered or incomplete."""
 
 
 class RankFailure(KoushiError):

@@ -26,6 +26,12 @@ class Job:
     """The folder that relative paths in the run file start from."""
 
     @property
+    def model_name(self) -> str:
+        """For people: the preset's, or that of the Hugging Face folder."""
+        model = self.config.model
+        return model.name if model.hf is None else Path(model.hf).name
+
+    @property
     def local_batch_size(self) -> int:
         """Samples of one step on one data-parallel rank."""
         return self.config.training.global_batch_size // self.mesh.degree("dp_replicate", "dp_shard")

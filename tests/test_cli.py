@@ -13,6 +13,7 @@ import pytest
 from koushi import __version__
 from koushi.cli import commands, main
 from koushi.errors import TrainingError
+from koushi.generate.sample import Sampling
 
 ROOT = Path(__file__).parents[1]
 DEBUG = str(ROOT / "examples" / "debug.yaml")
@@ -102,23 +103,51 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(name, "--help") == 0
     out = capsys.readouterr().out
-    assert f"Example:\n    koushi {name} examples/" in out
-    assert "--tp" in out
+    reads_run_files = name in ("check", "train", "verify")
+    assert f"Example:\n    koushi {name} {'examples/' if reads_run_files else ''}" in out
+    assert ("--tp" in out) is reads_run_files
+
+
+@pytest.mark.parametrize("name", ["from-hf", "to-hf"])
+def test_both_ways_of_convert_have_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("convert", name, "--help") == 0
+    assert f"Example:\n    koushi convert {name} " in capsys.readouterr().out
+
+
+def test_convert_and_generate_are_called_with_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Calls = []
+    convert, generate = ModuleType("koushi.checkpoint.convert"), ModuleType("koushi.generate.command")
+    for module, name in ((convert, "from_hf"), (convert, "to_hf"), (generate, "generate")):
+        module.__dict__[name] = lambda *arguments, name=name: made.append((name, *arguments))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert ended("convert", "from-hf", "models/tiny", "checkpoint") == 0
+    assert ended("convert", "to-hf", "runs/debug", "--dtype", "bfloat16", "out", "--shard-gb", "2") == 0
+    assert ended("convert", "to-hf", "runs/debug", "out", "--dtype", "float8") == 2
+    assert ended("generate", "runs/debug", "--prompt", "A list", "--temperature", "0", "--top-k", "3") == 0
+    assert ended("generate", "runs/debug") == 2
+    sampling = Sampling(max_tokens=100, temperature=0.0, top_k=3, seed=0)
+    assert made == [
+        ("from_hf", Path("models/tiny"), Path("checkpoint"), "float32"),
+        ("to_hf", Path("runs/debug"), Path("out"), "bfloat16", 2.0),
+        ("generate", Path("runs/debug"), "A list", sampling, None),
+    ]
 
 
 def test_train_and_verify_are_called_with_what_was_given(calls: Calls) -> None:
     assert ended("train", "--tp", "2", DEBUG, "training.steps=3") == 0
+    assert ended("train", DEBUG, "--resume", "never", "--max-restarts", "3") == 0
     assert ended("verify", DEBUG, "--steps", "7", "--tp=2") == 0
     assert ended("verify", DEBUG, "--precision=float64") == 0
     assert calls == [
-        (Path(DEBUG), ["--tp", "2", "training.steps=3"]),
+        (Path(DEBUG), ["--tp", "2", "training.steps=3"], 0),
+        (Path(DEBUG), ["run.resume=never"], 3),
         (Path(DEBUG), ["--tp=2"], 7, "float32"),
         (Path(DEBUG), [], 3, "float64"),
     ]
 
 
 def stop(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(path: Path, overrides: Sequence[str]) -> None:
+    def run(path: Path, overrides: Sequence[str], max_restarts: int) -> None:
         raise error
 
     module = ModuleType("koushi.train.command")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import click
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from koushi.check.check import check
 from koushi.cli import commands, main
@@ -20,6 +23,8 @@ from koushi.config.load import load
 from koushi.config.overrides import split_run_path
 from koushi.job import Job
 from koushi.mesh import MeshSpec
+from koushi.models.llama.hf import config_of, hf_shapes
+from koushi.models.llama.sizes import PRESETS
 from koushi.train.launch import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +82,16 @@ def koushi_arguments(line: str) -> list[str] | None:
     return None
 
 
+def hugging_face_folder(folder: Path) -> None:
+    size = replace(PRESETS["llama3-debug"], dim=32, n_layers=2, ffn_dim=32)
+    folder.mkdir(parents=True)
+    config = config_of(size, dtype="bfloat16", max_seq_len=256, begin_id=None, end_id=1)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in hf_shapes(size).items()}
+    save_file(zeros, folder / "model.safetensors")
+    shutil.copy(ROOT / "koushi" / "data" / "tokenizer.json", folder)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the README's reader has: the examples, and files that its run files name."""
@@ -84,6 +99,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "koushi" / "data" / "tokenizer.json", tmp_path)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "one.jsonl").write_text('{"text": "a document"}\n', encoding="utf-8")
+    hugging_face_folder(tmp_path / "models" / "tiny")
     for index, block in enumerate(blocks("README.md", "yaml")):
         named = re.match(r"# (\S+\.yaml)\n", block.text)
         (tmp_path / (named[1] if named else f"{index}.yaml")).write_text(block.text, encoding="utf-8")
@@ -122,11 +138,15 @@ def test_koushi_commands_are_accepted(document: str, here: Path) -> None:
         if arguments is None:
             continue
         name, *rest = arguments
+        seen.add(name)
         command = commands.commands[name]
+        if isinstance(command, click.Group):
+            command, rest = command.commands[rest[0]], rest[1:]
         context = command.make_context(name, list(rest), resilient_parsing=False)
+        if "arguments" not in context.params:
+            continue
         run_path, overrides = split_run_path(context.params["arguments"])
         assert run_path is not None, line
-        seen.add(name)
         if run_path != "wrong.yaml":
             check(load(here / run_path, overrides), context.params.get("world"))
     assert seen == set(commands.commands)

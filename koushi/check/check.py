@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from koushi.check import data_rules, mesh_rules, model_rules, pipeline_rules, training_rules
-from koushi.check.rule import DP_REPLICATE, DP_SHARD, PP, TP, WORLD, Facts, Finding, Rule
+from koushi.check.rule import DP_REPLICATE, DP_SHARD, HF, NAME, PP, TP, WORLD, Facts, Finding, Rule
 from koushi.config.load import RunFile
 from koushi.config.schema import JobConfig
 from koushi.config.source import Found, raise_if_any
@@ -56,6 +56,8 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     others = (PP, DP_REPLICATE, TP, WORLD)
     if facts.config.parallelism.data_parallel_shard_degree == -1 and not all(sound(key) for key in others):
         spoilt.add(DP_SHARD)
+    if not sound(HF):
+        spoilt.add(NAME)  # whose sizes every rule on the model reads
     for rule in RULES:
         if all(sound(key) and key not in spoilt for key in rule.reads):
             for finding in rule.find(facts):
@@ -89,13 +91,14 @@ def _resolved(facts: Facts) -> JobConfig:
         layers = tuple(len(stage) for stage in stage_layers(facts.size.n_layers, facts.pp, parallelism))
         parallelism = parallelism.model_copy(update={"pipeline_parallel_layers_per_stage": layers})
     size = facts.size
-    model = config.model.model_copy(update={name: getattr(size, name) for name in type(size).__dataclass_fields__})
+    sizes = {name: getattr(size, name) for name in type(size).__dataclass_fields__}
+    model = config.model.model_copy(update={**sizes, "hf": _from_anywhere(facts.base, config.model.hf)})
     data = config.data.model_copy(
         update={
             "path": _from_anywhere(facts.base, config.data.path),
-            "tokenizer": config.data.tokenizer
-            if config.data.tokenizer == "embedded"
-            else _from_anywhere(facts.base, config.data.tokenizer),
+            "tokenizer": facts.tokenizer
+            if facts.tokenizer == "embedded"
+            else _from_anywhere(facts.base, facts.tokenizer),
         }
     )
     return config.model_copy(update={"parallelism": parallelism, "model": model, "data": data})

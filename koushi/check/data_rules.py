@@ -67,18 +67,19 @@ def _masked(facts: Facts) -> Iterator[Finding]:
 
 def _tokenizer(facts: Facts) -> Iterator[Finding]:
     data, vocab_size = facts.config.data, facts.size.vocab_size
-    if data.source == "synthetic" or (data.source == "tokens" and data.tokenizer == "embedded"):
+    tokenizer = facts.tokenizer
+    if data.source == "synthetic" or (data.source == "tokens" and tokenizer == "embedded"):
         return
     try:
-        path = tokenizer_file(data.tokenizer, facts.base)
+        path = tokenizer_file(tokenizer, facts.base)
         needed = ids_needed(path)
     except FileNotFoundError:
-        what = f"is {shown_text(data.tokenizer)}, and there is no such file"
+        what = f"is {shown_text(tokenizer)}, and there is no such file"
         yield Finding((TOKENIZER,), what, "embedded, or the path of a tokenizer.json, relative to the run file")
         return
     except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror or "cannot be read" if isinstance(error, OSError) else str(error)
-        what = f"is {shown_text(data.tokenizer)}, which is not a tokenizer: {reason}"
+        what = f"is {shown_text(tokenizer)}, which is not a tokenizer: {reason}"
         yield Finding((TOKENIZER,), what, "embedded, or the path of a Hugging Face tokenizer.json")
         return
     if needed > vocab_size:
@@ -87,7 +88,7 @@ def _tokenizer(facts: Facts) -> Iterator[Finding]:
         multiple = f" that is a multiple of tp {tp}" if tp > 1 else ""
         yield Finding(
             (VOCAB, TOKENIZER, NAME),
-            f"the tokenizer is larger than the model's vocabulary: {data.tokenizer} has ids up to {needed - 1}, "
+            f"the tokenizer is larger than the model's vocabulary: {tokenizer} has ids up to {needed - 1}, "
             f"vocab_size is {vocab_size}",
             f"a vocab_size of at least {least}{multiple}",
         )

@@ -8,6 +8,7 @@ from koushi.check.rule import (
     DIM,
     FFN,
     HEADS,
+    HF,
     KV_HEADS,
     LAYERS,
     NAME,
@@ -23,6 +24,8 @@ from koushi.check.rule import (
 )
 from koushi.config.source import shown_text
 from koushi.config.spelling import nearest
+from koushi.errors import WeightsError
+from koushi.models.llama.hf import check_folder
 from koushi.models.llama.sizes import PRESETS, LlamaSize
 
 MOST_LAYERS = 100_000
@@ -40,6 +43,24 @@ def legal_tensor_degrees(size: LlamaSize) -> tuple[int, ...]:
 def kv_heads_fit(n_kv_heads: int, tp: int) -> bool:
     """Whether KV heads can be cut over tp ranks, or each be copied to as many ranks."""
     return n_kv_heads % tp == 0 or tp % n_kv_heads == 0
+
+
+def _hf(facts: Facts) -> Iterator[Finding]:
+    if facts.hf is None:
+        return
+    model = facts.config.model
+    try:
+        size, _ = check_folder(facts.hf)
+    except WeightsError as error:
+        for reason in error.reasons:
+            yield Finding((HF,), reason, "", (NAME,))
+        return
+    for key in size.__dataclass_fields__:
+        given, own = getattr(model, key), getattr(size, key)
+        if given is not None and given != own:
+            yield Finding((f"model.{key}", HF), f"is {given}, but the model of {HF} has {own}", "leave it out")
+    if facts.run_file.is_set(NAME) and model.name != type(model).model_fields["name"].default:
+        yield Finding((NAME, HF), f"is {shown_text(model.name)} beside {HF}, which says the model", "leave it out")
 
 
 def _name(facts: Facts) -> Iterator[Finding]:
@@ -131,6 +152,7 @@ def _tp_sequence(facts: Facts) -> Iterator[Finding]:
 _MODEL_AND_TP = (NAME, HEADS, KV_HEADS, FFN, VOCAB, TP)
 
 RULES = (
+    Rule((HF,), _hf),
     Rule((NAME,), _name),
     Rule((NAME, LAYERS), _n_layers),
     Rule((NAME, DIM, HEADS), _heads),

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from koushi.config.load import RunFile
 from koushi.config.schema import JobConfig
+from koushi.models.llama.hf import read_size
 from koushi.models.llama.sizes import LlamaSize, llama_size
 from koushi.schedules import SCHEDULES
 
 NAME = "model.name"
+HF = "model.hf"
 VOCAB = "model.vocab_size"
 DIM = "model.dim"
 LAYERS = "model.n_layers"
@@ -60,8 +62,23 @@ class Facts:
 
     @cached_property
     def size(self) -> LlamaSize:
-        """Reads model.*."""
-        return llama_size(self.config.model)
+        """Reads model.*; the rule on model.hf has found its folder sound."""
+        return llama_size(self.config.model) if self.hf is None else read_size(self.hf)
+
+    @property
+    def hf(self) -> Path | None:
+        """The Hugging Face folder that the weights come from; reads HF."""
+        folder = self.config.model.hf
+        return None if folder is None else self.base / Path(folder).expanduser()
+
+    @property
+    def tokenizer(self) -> str:
+        """Not set, the one in the Hugging Face folder, if there is one; reads data.tokenizer and HF."""
+        if self.hf is not None and not self.run_file.is_set("data.tokenizer"):
+            beside = (self.hf / "tokenizer.json").absolute()
+            if beside.is_file():
+                return str(beside)
+        return self.config.data.tokenizer
 
     @property
     def base(self) -> Path:

@@ -22,7 +22,7 @@ def _model(job: Job) -> list[str]:
     count = sum(prod(parameter.shape) for parameter in parameters(size).values())
     tied = ", tied embeddings" if size.tie_embeddings else ""
     text = (
-        f"model    {job.config.model.name}, {count_text(count)} parameters: {size.n_layers} layers, dim {size.dim}, "
+        f"model    {job.model_name}, {count_text(count)} parameters: {size.n_layers} layers, dim {size.dim}, "
         f"{size.n_heads} heads, {size.n_kv_heads} KV heads, ffn_dim {size.ffn_dim}, vocab_size {size.vocab_size}{tied}"
     )
     return [text]

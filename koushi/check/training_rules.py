@@ -69,6 +69,41 @@ def _validation(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _keep_every(facts: Facts) -> Iterator[Finding]:
+    options = facts.config.checkpoint
+    if not options.keep_every:
+        return
+    if not options.every:
+        yield Finding(
+            ("checkpoint.keep_every", "checkpoint.every"),
+            f"is {options.keep_every}, but checkpoint.every is 0, so there are no checkpoints",
+            "a checkpoint.every above 0, or checkpoint.keep_every 0",
+        )
+    elif options.keep_every % options.every:
+        near = multiples_near(options.keep_every, options.every)
+        yield Finding(
+            ("checkpoint.keep_every", "checkpoint.every"),
+            f"is {options.keep_every}, and no checkpoint of every {options.every} steps may fall on it",
+            f"a multiple of checkpoint.every, such as {listed(near)}",
+        )
+
+
+def _resume(facts: Facts) -> Iterator[Finding]:
+    run = facts.config.run
+    if run.resume in ("auto", "never"):
+        return
+    try:
+        there = bool(run.resume.strip()) and Path(run.resume).is_dir()
+    except (OSError, ValueError):
+        there = False
+    if not there:
+        yield Finding(
+            ("run.resume",),
+            f"is {run.resume!r}, and there is no such folder",
+            "auto, never, or the folder of a checkpoint or of a run",
+        )
+
+
 def _tensorboard(facts: Facts) -> Iterator[Finding]:
     if facts.config.metrics.tensorboard and find_spec("tensorboard") is None:
         yield Finding(
@@ -93,6 +128,8 @@ RULES = (
     Rule((GLOBAL_BATCH, MICROBATCH, DP_REPLICATE, DP_SHARD), _microbatch),
     Rule(_PRECISION, _precision),
     Rule(("validation.every", "data.validation_fraction"), _validation),
+    Rule(("checkpoint.keep_every", "checkpoint.every"), _keep_every),
+    Rule(("run.resume",), _resume),
     Rule(("metrics.tensorboard",), _tensorboard),
     Rule(("run.folder",), _folder),
 )

@@ -39,10 +39,12 @@ class RopeScaling(Section):
 
 
 class Model(Section):
-    """Which model. A size left empty comes from the named preset."""
+    """Which model. A size left empty comes from the named preset, or from the folder hf."""
 
     name: str = "llama3-debug"
     """A preset: llama3-debug, llama3-1b, llama3-3b, llama3-8b, llama3-70b, llama3-405b."""
+    hf: str | None = None
+    """A Hugging Face folder whose weights the run starts from; the sizes are then its own. Relative to the run file."""
     vocab_size: Count | None = None
     dim: Count | None = None
     """Width of the residual stream."""
@@ -134,7 +136,7 @@ class Data(Section):
     text_key: str = "text"
     """The field of a jsonl or parquet row that holds the text."""
     tokenizer: str = "embedded"
-    """embedded, or the path of a Hugging Face tokenizer.json; relative to the run file."""
+    """embedded, or a tokenizer.json, relative to the run file. Where it is not set and model.hf has one: that."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Of .bin files."""
     end_of_document_id: Natural | None = None
@@ -161,9 +163,27 @@ class Metrics(Section):
     """Also write TensorBoard event files (needs the tensorboard extra)."""
 
 
+class Checkpoint(Section):
+    """What is kept of a run, so that it can be gone on with. Off while every is 0."""
+
+    every: Natural = 0
+    """Steps between checkpoints; 0: none. The last step of a run has one too."""
+    mode: Literal["async", "sync"] = "async"
+    """Whether training goes on while a checkpoint is written, from a copy in host memory."""
+    keep_last: Count = 3
+    """How many of the newest are kept."""
+    keep_every: Natural = 0
+    """Those of every so many steps are kept for good; 0: none."""
+
+
 class Run(Section):
     folder: str | None = None
     """Where the run writes; empty: runs/<name of the run file>, relative to the current folder."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint of the run's own folder; never: begin anew in the next free folder;
+    else the path of a checkpoint or of a run folder to go on from, in a new folder."""
+    grace: Positive = 30.0
+    """Seconds after SIGTERM in which a run with checkpoints finishes its step, saves and exits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: Annotated[float, Field(ge=1, le=604_800, allow_inf_nan=False)] = 600.0
     """Seconds that a collective may take before the run is given up."""
@@ -181,4 +201,5 @@ class JobConfig(Section):
     data: Data = Data()
     validation: Validation = Validation()
     metrics: Metrics = Metrics()
+    checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()

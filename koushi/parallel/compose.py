@@ -7,12 +7,15 @@ Each technique is handed its own sub-mesh and nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from koushi.checkpoint.hf import HfWeights
+from koushi.checkpoint.weights import fill_from
 from koushi.config.schema import JobConfig
 from koushi.job import Job
 from koushi.layout import Replicate
@@ -126,7 +129,7 @@ class ParallelModel:
 
 
 def build(job: Job, world_mesh: DeviceMesh, device: torch.device) -> ParallelModel:
-    """The job's model on ``world_mesh``, with its initial weights."""
+    """The job's model on ``world_mesh``, with its initial weights: drawn, or those of ``model.hf``."""
     config, mesh = job.config, job.mesh
     with torch.device("meta"):
         model = Llama(job.size, config.training.seq_len).to(DTYPES[config.precision.parameters])
@@ -135,7 +138,11 @@ def build(job: Job, world_mesh: DeviceMesh, device: torch.device) -> ParallelMod
         part.to_empty(device=device)
         part.tie()
     parameters = local_parameters(parts, job, mesh.coordinate(dist.get_rank()))
-    fill(parameters, config.training.seed)
+    if config.model.hf is None:
+        fill(parameters, config.training.seed)
+    else:
+        with HfWeights(Path(config.model.hf)) as weights:
+            fill_from(weights, parameters)
     loss = GlobalLoss(world_mesh["tp"] if mesh.degree("tp") > 1 else None)
     schedule = None
     if mesh.degree("pp") > 1:

@@ -81,4 +81,17 @@ def init_process_group(device: torch.device, timeout: float) -> None:
     """Join the world that the launcher's environment variables describe."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    backend, patience = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=patience)
+        return
+    # The agent's store has outlived the ranks of the last attempt, and still holds their addresses.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"attempt-{attempt}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=patience,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -19,27 +18,45 @@ from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
 from koushi.parallel.device_mesh import resolve_device
 from koushi.train.launch import launch
+from koushi.train.resume import RunPlace, finished, run_place
 from koushi.train.room import refuse_too_large
 from koushi.train.trainer import train_rank
 from koushi.units import count_text, counted
 
 
-def train(path: Path, overrides: Sequence[str] = ()) -> None:
-    """Train the run file at ``path`` on its mesh. Raises KoushiError."""
+def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> None:
+    """Train the run file at ``path`` on its mesh, from its newest checkpoint. Raises KoushiError."""
     run_file = load(path, overrides)
     job = check(run_file, started_world(run_file))
-    folder = run_folder(job)
+    place = run_place(job)
+    folder = place.folder
     leads = int(os.environ.get("RANK", "0")) == 0
+    step = finished(job, place)
+    if step is not None:
+        if leads:
+            print(
+                f"{folder} is finished, with a checkpoint of step {step} of {job.config.training.steps}; "
+                "a higher training.steps goes on from there, --resume never begins anew"
+            )
+        return
     if "WORLD_SIZE" not in os.environ and resolve_device(job.config.run.device) == "cpu":
         refuse_too_large(job)
     if leads:
         open_samples(job)  # data that cannot be used is told before any process starts
-        folder.mkdir(parents=True, exist_ok=True)
-        write_resolved(job.config, folder / "config.yaml")
+        prepare(job, place)
         print(headline(job), flush=True)
-    launch(partial(train_rank, folder=folder), job)
+    launch(partial(train_rank, place=place), job, max_restarts)
     if leads:
         print(f"done; wrote {folder / 'metrics.jsonl'} and {folder / 'config.yaml'}")
+
+
+def prepare(job: Job, place: RunPlace) -> None:
+    """Make the run's folder. Raises TrainingError where it cannot be written."""
+    try:
+        (place.checkpoints if job.config.checkpoint.every else place.folder).mkdir(parents=True, exist_ok=True)
+        write_resolved(job.config, place.folder / "config.yaml")
+    except OSError as error:
+        raise TrainingError(f"cannot write into the run's folder: {error}; choose another run.folder") from None
 
 
 def started_world(run_file: RunFile) -> int | None:
@@ -55,25 +72,7 @@ def headline(job: Job) -> str:
     dims = ", ".join(f"{name}={degree}" for name, degree in zip(job.mesh.names, job.mesh.shape, strict=True))
     training = job.config.training
     return (
-        f"{job.config.model.name}, {count_text(parameter_count(job.size))} parameters, on {job.mesh.world_size} "
+        f"{job.model_name}, {count_text(parameter_count(job.size))} parameters, on {job.mesh.world_size} "
         f"processes [{dims}]; {training.global_batch_size} x {training.seq_len} tokens a step, "
         f"{counted(job.microbatches, 'microbatch')} a rank"
     )
-
-
-def run_folder(job: Job) -> Path:
-    """Where the run writes: as the run file says, else the first free name under ``runs``.
-
-    Raises TrainingError for a folder that already holds a run.
-    """
-    if job.config.run.folder is None:
-        names = (job.name if count == 1 else f"{job.name}-{count}" for count in itertools.count(1))
-        return next(folder for folder in map(Path("runs").joinpath, names) if not holds_run(folder))
-    folder = Path(job.config.run.folder)
-    if holds_run(folder):
-        raise TrainingError(f"run.folder {folder} already holds a run; name another folder, or remove it")
-    return folder
-
-
-def holds_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").exists()

@@ -83,6 +83,7 @@ def report(rank: int, error: BaseException) -> Report:
 
 def write_report(folder: Path, account: Report) -> None:
     """Leave ``account`` in ``folder``, whole or not at all."""
+    folder.mkdir(exist_ok=True)
     draft = folder / f"{account.rank}.draft"
     draft.write_text(json.dumps(asdict(account)), encoding="utf-8")
     os.replace(draft, folder / f"{account.rank}.json")
@@ -92,6 +93,14 @@ def read_reports(folder: Path) -> list[Report]:
     """Every report in ``folder``, earliest first."""
     found = [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
     return sorted(found, key=lambda account: account.time)
+
+
+def restart_reason(mesh: MeshSpec, reports: Sequence[Report]) -> str:
+    """The first failure of a world that was started again, in one line."""
+    causes = [account for account in reports if not account.consequence]
+    if not causes:
+        return "a rank was killed or lost its peers"
+    return f"rank {causes[0].rank} ({mesh.describe(causes[0].rank)}) failed: {causes[0].headline}"
 
 
 def exit_text(code: int) -> str:

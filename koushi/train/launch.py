@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import resource
@@ -34,7 +35,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from koushi.errors import RankFailure, Stopped, TrainingError
 from koushi.job import Job
 from koushi.parallel.device_mesh import resolve_device
-from koushi.train.failures import failure_text, lost_peer, read_reports, report, write_report
+from koushi.train.failures import failure_text, lost_peer, read_reports, report, restart_reason, write_report
+from koushi.train.stopping import sleep_unless_requested
 
 Worker = Callable[[Job], None]
 
@@ -50,8 +52,11 @@ threads would wait for ever."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def launch(worker: Worker, job: Job) -> None:
+def launch(worker: Worker, job: Job, max_restarts: int = 0) -> None:
     """Run ``worker(job)`` once per rank of ``job.mesh`` and return when all have returned.
+
+    When a rank fails, all are ended and started again, ``max_restarts`` times at most; under torchrun that is
+    torchrun's to do.
 
     The worker finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. It runs
     in this process under torchrun and for a world of 1. On CUDA it must be picklable.
@@ -61,10 +66,10 @@ def launch(worker: Worker, job: Job) -> None:
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _join_world(worker, job)
-    elif job.mesh.world_size == 1:
+    elif job.mesh.world_size == 1 and not max_restarts:
         _run_alone(worker, job)
     else:
-        _start_world(worker, job)
+        _start_world(worker, job, max_restarts)
 
 
 def _join_world(worker: Worker, job: Job) -> None:
@@ -86,7 +91,7 @@ def _run_joined(worker: Worker, job: Job) -> None:
     except Exception as error:
         error.add_note(f"on rank {rank} ({job.mesh.describe(rank)})")
         if lost_peer(error):
-            time.sleep(GRACE)
+            sleep_unless_requested(GRACE)
         raise
 
 
@@ -119,7 +124,7 @@ def _lone_rank(port: int) -> dict[str, str]:
     }
 
 
-def _start_world(worker: Worker, job: Job) -> None:
+def _start_world(worker: Worker, job: Job, max_restarts: int) -> None:
     world = job.mesh.world_size
     device = resolve_device(job.config.run.device)
     if device == "cuda" and world > torch.cuda.device_count():
@@ -147,34 +152,36 @@ def _start_world(worker: Worker, job: Job) -> None:
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
         _raise_file_limit(world)
-        config = _launch_config(world, store.port, "spawn" if device == "cuda" else "fork")
+        config = _launch_config(job, store.port, "spawn" if device == "cuda" else "fork", max_restarts)
         try:
             elastic_launch(config, _rank_main)(worker, job, folder, per_rank, os.getpid())
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise RankFailure(failure_text(job.mesh, read_reports(folder), rank, failure.exitcode)) from None
+            reports = read_reports(folder / str(max_restarts))
+            raise RankFailure(failure_text(job.mesh, reports, rank, failure.exitcode)) from None
         except SignalException as error:
             raise Stopped(error.sigval, error.sigval.name) from None
         except KeyboardInterrupt:
             raise Stopped(signal.SIGINT, "SIGINT") from None
 
 
-def _launch_config(world: int, port: int, start_method: str) -> LaunchConfig:
+def _launch_config(job: Job, port: int, start_method: str, max_restarts: int) -> LaunchConfig:
+    saves = job.config.checkpoint.every > 0
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=world,
+        nproc_per_node=job.mesh.world_size,
         run_id="koushi",
         role="rank",
         rdzv_backend="static",
         rdzv_endpoint=f"{LOOPBACK}:{port}",
         rdzv_configs={"rank": 0},
         local_addr=LOOPBACK,
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=POLL,
         start_method=start_method,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        shutdown_timeout=GRACE,
+        shutdown_timeout=math.ceil(job.config.run.grace) if saves else GRACE,
     )
 
 
@@ -185,13 +192,18 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
         signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt and os.environ["RANK"] == "0":
+        print(
+            f"restart {attempt}: {restart_reason(job.mesh, read_reports(folder / str(attempt - 1)))}", file=sys.stderr
+        )
     try:
         worker(job)
     except BaseException as error:
         account = report(int(os.environ["RANK"]), error)
-        write_report(folder, account)
+        write_report(folder / str(attempt), account)
         if account.consequence:
-            time.sleep(GRACE)
+            sleep_unless_requested(GRACE)
         sys.stdout.flush()
         sys.stderr.flush()
         # Destructors of a broken process group may wait for peers for ever.

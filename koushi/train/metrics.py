@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
@@ -112,6 +113,29 @@ class JsonLines(Sink):
         self._file.flush()
 
 
+def forget_after(path: Path, step: int) -> float:
+    """Drop from a ``metrics.jsonl`` the rows after ``step``, and what a killed process left of a line.
+
+    Returns ``elapsed_seconds`` of the last row that has one, else 0. The file is whole at any moment.
+    """
+    if not path.exists():
+        return 0.0
+    kept, elapsed = [], 0.0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            if row["step"] > step:
+                continue
+            elapsed = row.get("elapsed_seconds", elapsed)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+        kept.append(line + "\n")
+    draft = path.with_name(f".{path.name}.partial")
+    draft.write_text("".join(kept), encoding="utf-8")
+    os.replace(draft, path)
+    return elapsed
+
+
 @final
 class TensorBoard(Sink):
     def __init__(self, folder: Path):
@@ -139,9 +163,11 @@ class TensorBoard(Sink):
 class Pace:
     """Time per step since it was last asked."""
 
-    def __init__(self) -> None:
-        self._began = self._last = time.perf_counter()
-        self._step = 0
+    def __init__(self, step: int = 0, elapsed: float = 0.0) -> None:
+        """``step`` steps were done before, in ``elapsed`` seconds."""
+        self._last = time.perf_counter()
+        self._began = self._last - elapsed
+        self._step = step
         self._steady = 0.0
         self._steady_steps = 0
         self._latest: float | None = None

@@ -18,21 +18,32 @@ from koushi.models.llama.flops import training_flops_per_token
 from koushi.optim.adamw import AdamW
 from koushi.parallel.compose import build
 from koushi.parallel.device_mesh import build_mesh, init_process_group, local_device, resolve_device
-from koushi.train.metrics import JsonLines, Pace, Progress, Sink, StepMetrics, TensorBoard, peak_memory
+from koushi.train.checkpoints import Checkpoints, Start
+from koushi.train.metrics import (
+    JsonLines,
+    Pace,
+    Progress,
+    Sink,
+    StepMetrics,
+    TensorBoard,
+    forget_after,
+    peak_memory,
+)
+from koushi.train.resume import RunPlace
 from koushi.train.step import StepResult, TrainStep
 
 
-def train_rank(job: Job, *, folder: Path) -> None:
-    """Worker: train ``job`` as this process's rank; rank 0 writes into ``folder``."""
+def train_rank(job: Job, *, place: RunPlace) -> None:
+    """Worker: train ``job`` as this process's rank; the folder of ``place`` is rank 0's."""
     device = local_device(resolve_device(job.config.run.device))
     init_process_group(device, job.config.run.timeout)
-    Trainer(job, device, folder).run()
+    Trainer(job, device, place).run()
     dist.destroy_process_group()  # not after an error: leaving would look like the first failure to the others
 
 
 @final
 class Trainer:
-    def __init__(self, job: Job, device: torch.device, folder: Path):
+    def __init__(self, job: Job, device: torch.device, place: RunPlace):
         self.job = job
         self.device = device
         self.rank = dist.get_rank()
@@ -41,17 +52,32 @@ class Trainer:
         self.model = build(job, build_mesh(job.mesh, device.type), device)
         self.train_step = TrainStep(job, self.model, self.optimizer)
         self.data_index = job.mesh.index(self.rank, "dp_replicate", "dp_shard")
-        self.sinks = self._sinks(folder) if self.rank == 0 else []
+        self.checkpoints: Checkpoints | None = None
+        self.start = Start()
+        if job.config.checkpoint.every or place.found:
+            self.checkpoints = Checkpoints(job, place, self.model, self.optimizer, self.samples.digest)
+            place = self.checkpoints.place
+            self.start = self.checkpoints.resume()
         self.pace = Pace()
+        self.sinks: list[Sink] = []
+        if self.rank == 0:
+            self.pace = Pace(self.start.step, forget_after(place.folder / "metrics.jsonl", self.start.step))
+            self.sinks = self._sinks(place.folder)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name)
 
     def run(self) -> None:
-        """Train to ``training.steps``. Raises TrainingError on a loss or gradient norm that isn't finite."""
+        """Train to ``training.steps``.
+
+        Raises TrainingError on a loss or gradient norm that isn't finite, CheckpointError on a failed save, Stopped
+        after SIGTERM.
+        """
         config = self.job.config
         try:
-            with Prefetch(self._batch, 0) as batches:
-                for step in range(config.training.steps):
+            with Prefetch(self._batch, self.start.step) as batches:
+                for step in range(self.start.step, config.training.steps):
+                    if self.checkpoints is not None:
+                        self.checkpoints.begin_step()
                     tokens, labels = batches.get(step)
                     result = self.train_step.run(tokens.to(self.device), labels.to(self.device))
                     self._check_finite(step + 1, result)
@@ -59,13 +85,20 @@ class Trainer:
                         self._report(step + 1, result)
                     if config.validation.every and (step + 1) % config.validation.every == 0:
                         self._validate(step + 1)
+                    if self.checkpoints is not None:
+                        self.checkpoints.after_step(step + 1, self._samples_before(step + 1))
         finally:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
             for sink in self.sinks:
                 sink.close()
 
     def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        first = step * self.job.config.training.global_batch_size
-        return train_batch(self.samples, first, self.job.local_batch_size, self.data_index)
+        return train_batch(self.samples, self._samples_before(step), self.job.local_batch_size, self.data_index)
+
+    def _samples_before(self, step: int) -> int:
+        """Samples consumed when ``step`` steps are done."""
+        return self.start.samples + (step - self.start.step) * self.job.config.training.global_batch_size
 
     def _sinks(self, folder: Path) -> list[Sink]:
         config = self.job.config
@@ -91,7 +124,7 @@ class Trainer:
             mfu=mfu,
             memory_bytes=peak_memory(self.device),
             step_seconds=seconds,
-            samples=step * training.global_batch_size,
+            samples=self._samples_before(step),
             valid_tokens=int(result.tokens.item()),
             elapsed_seconds=elapsed,
             left_seconds=self.pace.left(training.steps - step),

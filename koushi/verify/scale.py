@@ -45,9 +45,10 @@ def scale_down(job: Job, precision: MasterDtype) -> tuple[Job, list[str]]:
             ("vocabulary", job.size.vocab_size, size.vocab_size),
             ("seq_len", job.config.training.seq_len, config.training.seq_len),
             ("global batch", job.config.training.global_batch_size, config.training.global_batch_size),
+            ("weights", job.config.model.hf, config.model.hf or "random"),
             ("data", job.config.data.source, config.data.source),
         )
-        if before != after
+        if before not in (None, after)
     ]
     return Job(config, size, mesh, stages, job.name, job.base), notes
 
@@ -153,6 +154,8 @@ def _config(job: Job, precision: MasterDtype) -> JobConfig:
         "masked_fraction": 0.4,
         "end_of_document_id": None,
     }
+    if any(getattr(job.config.model, name) != value for name, value in sizes.items()):
+        sizes["hf"] = None  # of another size than the folder's weights
     layers = tuple(len(stage) for stage in job.stages) if len(job.stages) > 1 else None
     parallelism = job.config.parallelism.model_copy(
         update={

@@ -276,6 +276,31 @@ CASES = [
         "is 0, but validation.every is 5",
         "a validation_fraction above 0, or validation.every 0",
     ),
+    # Checkpoints.
+    (
+        "checkpoint: {keep_every: §100}",
+        "checkpoint.keep_every",
+        "is 100, but checkpoint.every is 0, so there are no checkpoints",
+        "a checkpoint.every above 0, or checkpoint.keep_every 0",
+    ),
+    (
+        "checkpoint: {every: 30, keep_every: §100}",
+        "checkpoint.keep_every",
+        "is 100, and no checkpoint of every 30 steps may fall on it",
+        "a multiple of checkpoint.every, such as 90 or 120",
+    ),
+    (
+        "run: {resume: §nowhere}",
+        "run.resume",
+        "is 'nowhere', and there is no such folder",
+        "auto, never, or the folder of a checkpoint or of a run",
+    ),
+    (
+        "run: {resume: §''}",
+        "run.resume",
+        "is '', and there is no such folder",
+        "auto, never, or the folder of a checkpoint or of a run",
+    ),
     ("run: {folder: §''}", "run.folder", "is '', which cannot be a folder", "a folder, there or not"),
     # Data.
     ("data: {source: §text}", "data.source", "data.path is empty, but the source text reads files", "a file, a folder"),

@@ -87,7 +87,11 @@ PRESETS: dict[str, LlamaSize] = {
 def llama_size(model: Model) -> LlamaSize:
     """The preset that ``model`` names, with the sizes the run file sets itself.
 
-    Raises KeyError for an unknown name.
+    With ``hf`` the model must be of a resolved config, whose sizes are those of the folder. Raises KeyError
+    for an unknown name.
     """
-    given = {key: value for key, value in model if key != "name" and value is not None}
+    assert model.hf is None or model.dim is not None, "the sizes of a Hugging Face folder have not been read"
+    given = {key: value for key, value in model if key not in ("name", "hf") and value is not None}
+    if model.hf is not None:
+        given["rope_scaling"] = model.rope_scaling
     return replace(PRESETS[model.name], **given)

@@ -1,0 +1,93 @@
+"""Where a run writes, and what it goes on from."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from koushi.checkpoint.folders import CHECKPOINTS, published
+from koushi.checkpoint.load import candidates, check_size, newest
+from koushi.errors import TrainingError
+from koushi.job import Job
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """A run's folder, and a checkpoint elsewhere to begin from."""
+
+    folder: Path
+    source: Path | None = None
+    """A checkpoint or run folder that the run begins from, as long as it has no checkpoint of its own."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / CHECKPOINTS
+
+    @property
+    def found(self) -> list[Path]:
+        """The checkpoints to go on from, newest first; its own before those of ``source``."""
+        own = published(self.checkpoints)
+        return own or (candidates(self.source) if self.source is not None else [])
+
+
+def run_place(job: Job) -> RunPlace:
+    """Where ``job`` writes and what it goes on from, as ``run.folder`` and ``run.resume`` say.
+
+    By itself a run goes on in the last of its folders, ``runs/<name>``, ``runs/<name>-2`` and so on, if that keeps
+    checkpoints, and begins in the first free one if not. Raises TrainingError for a folder that already holds a run,
+    CheckpointError for a checkpoint that cannot be gone on with.
+    """
+    choice = job.config.run.resume
+    source = None if choice in ("auto", "never") else Path(choice)
+    # A world that the launcher has restarted goes on with what its first start began.
+    continues = choice == "auto" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    place = RunPlace(_folder(job, continues), source)
+    if place.found:
+        folder, manifest = newest(place.found)
+        check_size(folder, manifest.head, job.size)
+        if folder.parent != place.checkpoints and manifest.head.step >= job.config.training.steps:
+            raise TrainingError(
+                f"{folder} is a checkpoint of step {manifest.head.step}, and training.steps is "
+                f"{job.config.training.steps}: nothing is left to train; raise training.steps"
+            )
+    return place
+
+
+def finished(job: Job, place: RunPlace) -> int | None:
+    """The step of the run's own newest checkpoint, if there is nothing left to train."""
+    own = published(place.checkpoints)
+    if not own:
+        return None
+    step = newest(own)[1].head.step
+    return step if step >= job.config.training.steps else None
+
+
+def _folder(job: Job, continues: bool) -> Path:
+    if job.config.run.folder is not None:
+        folder = Path(job.config.run.folder)
+        if holds_run(folder) and not (continues and (folder / CHECKPOINTS).is_dir()):
+            raise TrainingError(
+                f"run.folder {folder} already holds a run{_why_not(folder)}; name another folder, or remove it"
+            )
+        return folder
+    last: Path | None = None
+    for count in itertools.count(1):
+        folder = RUNS / (job.name if count == 1 else f"{job.name}-{count}")
+        if not holds_run(folder):
+            return last if continues and last is not None and (last / CHECKPOINTS).is_dir() else folder
+        last = folder
+    raise AssertionError("unreachable: there is always a next number")
+
+
+def _why_not(folder: Path) -> str:
+    if (folder / CHECKPOINTS).is_dir():
+        return ", which only run.resume auto goes on with"
+    return " without checkpoints"
+
+
+def holds_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").exists()
