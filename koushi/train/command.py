@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from koushi.errors import TrainingError
 from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
 from koushi.parallel.device_mesh import resolve_device
+from koushi.train.claim import claimed
 from koushi.train.launch import launch
 from koushi.train.resume import RunPlace, finished, run_place
 from koushi.train.room import refuse_too_large
@@ -43,9 +45,11 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
         refuse_too_large(job)
     if leads:
         open_samples(job)  # data that cannot be used is told before any process starts
-        prepare(job, place)
-        print(headline(job), flush=True)
-    launch(partial(train_rank, place=place), job, max_restarts)
+    with claimed(folder) if leads else nullcontext():
+        if leads:
+            prepare(job, place)
+            print(headline(job), flush=True)
+        launch(partial(train_rank, place=place), job, max_restarts)
     if leads:
         print(f"done; wrote {folder / 'metrics.jsonl'} and {folder / 'config.yaml'}")
 

@@ -11,6 +11,7 @@ from koushi.checkpoint.folders import CHECKPOINTS, published
 from koushi.checkpoint.load import candidates, check_size, newest
 from koushi.errors import TrainingError
 from koushi.job import Job
+from koushi.train.claim import is_claimed
 
 RUNS = Path("runs")
 
@@ -77,7 +78,7 @@ def _folder(job: Job, continues: bool) -> Path:
     last: Path | None = None
     for count in itertools.count(1):
         folder = RUNS / (job.name if count == 1 else f"{job.name}-{count}")
-        if not holds_run(folder):
+        if not holds_run(folder) and not is_claimed(folder):
             return last if continues and last is not None and (last / CHECKPOINTS).is_dir() else folder
         last = folder
     raise AssertionError("unreachable: there is always a next number")

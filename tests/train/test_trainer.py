@@ -25,8 +25,9 @@ from koushi.job import Job
 from koushi.parallel import compose
 from koushi.parallel.device_mesh import build_mesh
 from koushi.train import command
-from koushi.train.command import headline, run_folder, started_world, train
+from koushi.train.command import headline, started_world, train
 from koushi.train.metrics import StepMetrics
+from koushi.train.resume import run_place
 
 VALIDATING = ("validation.every=2", "validation.batches=2")
 SHARDED, REPLICATED, CUT, PIPELINED = ("--dp-shard", "2"), ("--dp-replicate", "2"), ("--tp", "2"), ("--pp", "2")
@@ -151,13 +152,16 @@ def test_a_second_run_takes_the_next_name(ran: Callable[..., Ran]) -> None:
     assert len(second.rows) == 2
     assert len((first.folder / "metrics.jsonl").read_text().splitlines()) == 1, "the first is as it was"
     job = check(load("tiny.yaml"))
-    assert run_folder(job) == Path("runs/tiny-3")
+    assert run_place(job).folder == Path("runs/tiny-3")
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     train(tiny_file(tmp_path), ["run.folder=mine", "training.steps=1"])
     before = Path("mine/metrics.jsonl").read_text()
-    with pytest.raises(TrainingError, match=r"run\.folder mine already holds a run; name another folder, or remove it"):
+    with pytest.raises(
+        TrainingError,
+        match=r"run\.folder mine already holds a run without checkpoints; name another folder, or remove it",
+    ):
         train(tiny_file(tmp_path), ["run.folder=mine", "training.steps=1"])
     assert Path("mine/metrics.jsonl").read_text() == before
     assert not Path("runs").exists()
@@ -235,7 +239,7 @@ def test_the_world_is_that_of_a_launcher_or_this_machine(tmp_path: Path, monkeyp
 
 def test_only_the_first_rank_of_a_launcher_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Job] = []
-    monkeypatch.setattr(command, "launch", lambda worker, job: launched.append(job))
+    monkeypatch.setattr(command, "launch", lambda worker, job, restarts: launched.append(job))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     train(tiny_file(tmp_path), SHARDED)
