@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import final
@@ -49,6 +50,7 @@ class Trainer:
         self.rank = dist.get_rank()
         self.optimizer = AdamW(job.config.optimizer)
         self.samples = open_samples(job)
+        self._agree_on_data()
         self.model = build(job, build_mesh(job.mesh, device.type), device)
         self.train_step = TrainStep(job, self.model, self.optimizer)
         self.data_index = job.mesh.index(self.rank, "dp_replicate", "dp_shard")
@@ -92,6 +94,17 @@ class Trainer:
                 self.checkpoints.close()
             for sink in self.sinks:
                 sink.close()
+
+    def _agree_on_data(self) -> None:
+        """Raise TrainingError where machines hold different data: Pythons or files of different versions, say."""
+        number = int.from_bytes(hashlib.blake2b(self.samples.digest.encode(), digest_size=7).digest(), "little")
+        extremes = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        if int(extremes[0]) != -int(extremes[1]):
+            raise TrainingError(
+                f"the ranks do not read the same data; here it is {self.samples.digest}: use the same "
+                "data.path, tokenizer and (for embedded data) Python version on every machine"
+            )
 
     def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         return train_batch(self.samples, self._samples_before(step), self.job.local_batch_size, self.data_index)

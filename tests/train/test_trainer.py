@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from koushi.check.check import check
 from koushi.config.load import load
 from koushi.data.batches import open_samples
-from koushi.data.samples import IGNORE_INDEX
+from koushi.data.samples import IGNORE_INDEX, Samples
 from koushi.errors import ConfigError, DataError, RankFailure, TrainingError
 from koushi.job import Job
 from koushi.parallel import compose
@@ -256,3 +257,9 @@ def test_the_headline_names_model_mesh_and_batch(tmp_path: Path) -> None:
         "llama3-debug, 6.90K parameters, on 2 processes [pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1]; "
         "4 x 8 tokens a step, 2 microbatches a rank"
     )
+
+
+def test_ranks_with_different_data_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Samples, "digest", property(lambda self: f"data of rank {os.environ['RANK']}"))
+    with pytest.raises(RankFailure, match="the ranks do not read the same data; here it is data of rank"):
+        train(tiny_file(tmp_path), ["--dp-shard", "2", "data.source=synthetic"])
