@@ -32,9 +32,14 @@ class Job:
         return model.name if model.hf is None else Path(model.hf).name
 
     @property
+    def data_parallel_degree(self) -> int:
+        """Ranks that read different samples."""
+        return self.mesh.degree("dp_replicate", "dp_shard")
+
+    @property
     def local_batch_size(self) -> int:
         """Samples of one step on one data-parallel rank."""
-        return self.config.training.global_batch_size // self.mesh.degree("dp_replicate", "dp_shard")
+        return self.config.training.global_batch_size // self.data_parallel_degree
 
     @property
     def microbatches(self) -> int:

@@ -8,6 +8,7 @@ both ends of the model. The requirements are those of ``torch.distributed.pipeli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -90,5 +91,10 @@ def stage_layers(n_layers: int, pp: int, parallelism: Parallelism) -> tuple[rang
     if counts is None:
         fewest = 1 if pp == 1 else SCHEDULES[parallelism.pipeline_parallel_schedule].fewest_stages_per_rank
         counts = divide_layers(n_layers, pp * (parallelism.pipeline_parallel_stages_per_rank or fewest))
+    return layer_ranges(counts)
+
+
+def layer_ranges(counts: Sequence[int]) -> tuple[range, ...]:
+    """The layers of stages that hold so many each, first to last."""
     stops = tuple(accumulate(counts))
     return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))

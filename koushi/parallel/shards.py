@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from koushi.job import Job
-from koushi.layout import Slices, local_slices, replicated_over
+from koushi.layout import Slices, local_slices
 from koushi.models.llama import layout as llama
 from koushi.models.llama.model import Llama
 from koushi.optim.initial import draw
@@ -43,7 +43,7 @@ class LocalParameter:
 
     @property
     def copied_over_tp(self) -> bool:
-        return "tp" in replicated_over(self.description.cuts)
+        return self.description.copied_over_tp
 
 
 @torch.no_grad()
@@ -60,14 +60,13 @@ def local_parameters(parts: Mapping[int, Llama], job: Job, coordinate: Mapping[s
         for name, tensor in part.named_parameters():
             canonical = llama.canonical(name, job.size)
             description = described[canonical]
-            copied = "tp" in replicated_over(description.cuts)
             found.append(
                 LocalParameter(
                     name=name,
                     description=description,
                     tensor=tensor,
                     part=local_slices(description.shape, description.cuts, degrees, coordinate),
-                    counted=name == canonical and not (copied and coordinate["tp"] > 0),
+                    counted=name == canonical and not (description.copied_over_tp and coordinate["tp"] > 0),
                 )
             )
     return found

@@ -55,9 +55,10 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
 
 
 def prepare(job: Job, place: RunPlace) -> None:
-    """Make the run's folder. Raises TrainingError where it cannot be written."""
+    """Fill the claimed folder of a run. Raises TrainingError where it cannot be written."""
     try:
-        (place.checkpoints if job.config.checkpoint.every else place.folder).mkdir(parents=True, exist_ok=True)
+        if job.config.checkpoint.every:
+            place.checkpoints.mkdir(exist_ok=True)
         write_resolved(job.config, place.folder / "config.yaml")
     except OSError as error:
         raise TrainingError(f"cannot write into the run's folder: {error}; choose another run.folder") from None

@@ -42,7 +42,8 @@ def verify(path: Path, overrides: Sequence[str] = (), steps: int = 3, precision:
         console.print("changed to run here: " + ", ".join(notes), markup=False)
     with tempfile.TemporaryDirectory() as folder:
         records = run_recorded(job, [job], steps, Path(folder) / "layout")[0]
-        reference = run_recorded(single_process(job), [single_process(job)], steps, Path(folder) / "single")[0]
+        alone = single_process(job)
+        reference = run_recorded(alone, [alone], steps, Path(folder) / "single")[0]
     differences, wrong = compare(reference, records, TOLERANCES[precision])
     console.print(table(differences))
     for text in wrong:

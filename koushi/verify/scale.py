@@ -15,7 +15,7 @@ from koushi.job import Job
 from koushi.mesh import MeshSpec
 from koushi.models.llama.flops import parameter_count
 from koushi.models.llama.sizes import LlamaSize
-from koushi.schedules import nearest_microbatches
+from koushi.schedules import layer_ranges, nearest_microbatches
 
 MOST_RANKS = 128
 MOST_PARAMETERS = 8_000_000
@@ -83,17 +83,12 @@ def _fewer_ranks(mesh: MeshSpec) -> MeshSpec:
 def _fewer_layers(job: Job) -> tuple[range, ...]:
     """Stages of at most two layers, lighter ones still lighter."""
     heaviest = max(len(stage) for stage in job.stages)
-    return _ranges([min(len(stage), 2 if len(stage) == heaviest else 1) for stage in job.stages])
+    return layer_ranges([min(len(stage), 2 if len(stage) == heaviest else 1) for stage in job.stages])
 
 
 def _first_and_last(stages: tuple[range, ...], n_stages: int) -> tuple[range, ...]:
     counts = [len(stage) for stage in stages]
-    return _ranges(counts[: n_stages // 2] + counts[len(counts) - (n_stages - n_stages // 2) :])
-
-
-def _ranges(counts: list[int]) -> tuple[range, ...]:
-    stops = [sum(counts[: index + 1]) for index in range(len(counts))]
-    return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
+    return layer_ranges(counts[: n_stages // 2] + counts[len(counts) - (n_stages - n_stages // 2) :])
 
 
 def _narrower(job: Job, tp: int, n_layers: int) -> LlamaSize:
@@ -126,21 +121,17 @@ def _with_batches(job: Job) -> Job:
         seq_len, microbatch = min(seq_len, max(1, 64 // tp) * tp), 1
     schedule = job.config.parallelism.pipeline_parallel_schedule
     pp, n_stages = job.mesh.degree("pp"), len(job.stages)
-    microbatches = training.global_batch_size // (job_data_degree(job) * training.microbatch_size)
+    microbatches = training.global_batch_size // (job.data_parallel_degree * training.microbatch_size)
     wanted = min(max(1, microbatches), max(2, 2 * n_stages))
     if pp > 1:
         wanted = nearest_microbatches(schedule, pp, n_stages, wanted)[-1]
     update = {
         "seq_len": seq_len,
         "microbatch_size": microbatch,
-        "global_batch_size": microbatch * wanted * job_data_degree(job),
+        "global_batch_size": microbatch * wanted * job.data_parallel_degree,
     }
     config = job.config.model_copy(update={"training": training.model_copy(update=update)})
     return Job(config, job.size, job.mesh, job.stages, job.name, job.base)
-
-
-def job_data_degree(job: Job) -> int:
-    return job.mesh.degree("dp_replicate", "dp_shard")
 
 
 def _config(job: Job, precision: MasterDtype) -> JobConfig:

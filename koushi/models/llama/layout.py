@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from koushi.layout import Cut, Placement, Replicate, Shard
+from koushi.layout import Cut, Placement, Replicate, Shard, replicated_over
 from koushi.models.llama.sizes import LlamaSize
 
 EMBEDDING = "tok_embeddings.weight"
@@ -32,6 +32,11 @@ class Parameter:
     def cuts(self) -> tuple[Cut, ...]:
         """Every cut, in the order they are made."""
         return (Cut("tp", self.tp), Cut("dp_shard", Shard(0)))
+
+    @property
+    def copied_over_tp(self) -> bool:
+        """Whether every tp rank holds all of it."""
+        return "tp" in replicated_over(self.cuts)
 
     @property
     def decayed(self) -> bool:
