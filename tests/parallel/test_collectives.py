@@ -171,11 +171,6 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_two_ranks(check: Check, said: dict[str, list[str]]) -> None:
     assert said[check.__name__] == [], "\n".join(said[check.__name__])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import Check, on_two_ranks
+from tiny import Check
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -137,11 +137,6 @@ CHECKS: tuple[Check, ...] = (
     uneven_shards,
     a_module_that_is_not_sharded_has_nothing_to_reduce,
 )
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

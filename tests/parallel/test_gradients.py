@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import Check, on_two_ranks
+from tiny import Check
 from torch import Tensor, nn
 
 from koushi.layout import Placement, Replicate, Shard
@@ -100,11 +100,6 @@ CHECKS: tuple[Check, ...] = (
     two_ends_on_one_rank_are_added_up_and_others_take_no_part,
     scalars_are_summed_where_they_differ,
 )
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

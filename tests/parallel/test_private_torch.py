@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiny import Check, on_two_ranks
+from tiny import Check
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -132,11 +132,6 @@ CHECKS: tuple[Check, ...] = (
     fully_shard_cuts_what_tensor_parallel_has_cut,
     fully_shard_can_be_made_to_sum,
 )
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import Check, on_two_ranks
+from tiny import Check
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -280,11 +280,6 @@ CHECKS: tuple[Check, ...] = (
     tied_weights_stay_tied,
     modules_it_cannot_localise_are_our_own_fault,
 )
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return on_two_ranks(CHECKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
