@@ -16,7 +16,7 @@ PACKAGE = "koushi"
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("errors", "units"),
     1: ("config",),
-    2: ("mesh", "layout", "schedules", "hardware"),
+    2: ("mesh", "layout", "schedules", "traffic", "hardware"),
     3: ("models", "data", "optim", "loss", "plan", "job", "check"),
     4: ("parallel", "checkpoint"),
     5: ("train",),
@@ -28,7 +28,19 @@ LAYERS: dict[int, tuple[str, ...]] = {
 TECHNIQUES = ("tensor", "pipeline", "data", "context", "expert", "recompute", "precision", "compile")
 """Files of parallel/ that only its compose.py may import from within parallel/."""
 
-WITHOUT_TORCH = ("errors", "units", "config", "mesh", "layout", "schedules", "hardware", "plan", "job", "check")
+WITHOUT_TORCH = (
+    "errors",
+    "units",
+    "config",
+    "mesh",
+    "layout",
+    "schedules",
+    "traffic",
+    "hardware",
+    "plan",
+    "job",
+    "check",
+)
 """Parts that import no torch, and nothing that does; besides them the files below of every model."""
 MODEL_FILES_WITHOUT_TORCH = ("sizes", "layout", "hf", "hf_folder")
 

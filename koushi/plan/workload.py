@@ -1,0 +1,129 @@
+"""What the planner reads: a model, a layout and how a system carries it out. No torch.
+
+A job of Koushi gives one through ``of_job``; published runs of other systems are described with the
+same words, so that one set of formulas is held against all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from koushi.job import Job
+from koushi.mesh import MeshSpec
+from koushi.models.llama.sizes import LlamaSize
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The shapes of a dense decoder."""
+
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    tie_embeddings: bool = False
+    gated: bool = True
+    """SwiGLU's three matrices; else two and GELU."""
+    biases: bool = False
+    layer_norm: bool = False
+    """LayerNorm with a bias; else RMSNorm."""
+    learned_positions: int = 0
+    """Rows of a learned table of positions; 0: rotary or none."""
+
+    @classmethod
+    def of(cls, size: LlamaSize) -> Transformer:
+        return cls(
+            n_layers=size.n_layers,
+            dim=size.dim,
+            n_heads=size.n_heads,
+            n_kv_heads=size.n_kv_heads,
+            head_dim=size.head_dim,
+            ffn_dim=size.ffn_dim,
+            vocab_size=size.vocab_size,
+            tie_embeddings=size.tie_embeddings,
+        )
+
+
+@dataclass(frozen=True)
+class System:
+    """How a training system carries a layout out; the defaults are Koushi's own ways."""
+
+    sequence_parallel: bool = True
+    """Whether activations between tp regions are cut along the sequence."""
+    loss_parallel: bool = True
+    """Whether logits stay cut along the vocabulary."""
+    sharding: Literal["fsdp", "optimizer", "none"] = "fsdp"
+    """What dp_shard shares out: parameters, gradients and optimizer state; the state alone (ZeRO-1, then over all
+    data-parallel ranks); nothing."""
+    separate_masters: bool = False
+    """Whether parameters in the compute dtype are kept besides the masters, as Megatron does."""
+    flash_attention: bool = True
+    """Whether attention scores stay out of memory."""
+    fused: bool = False
+    """Whether elementwise work is fused, by a compiler or by hand."""
+    float8: bool = False
+    """Whether the linear layers multiply in float8."""
+    overlap_data_parallel: bool = True
+    overlap_tensor_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step of a model on a layout."""
+
+    model: Transformer
+    mesh: MeshSpec
+    stage_layers: tuple[int, ...]
+    """Layers of every pipeline stage, first to last; one stage when pp is 1."""
+    schedule: str
+    """A name of ``koushi.schedules.SCHEDULES``; no meaning when pp is 1."""
+    seq_len: int
+    microbatch_size: int
+    microbatches: int
+    recompute: Recompute = "none"
+    reshard_after_forward: bool = True
+    parameters: str = "float32"
+    """Dtype of masters and optimizer state."""
+    compute: str = "bfloat16"
+    reduce: str = "float32"
+    system: System = field(default=System())
+
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.stage_layers) // self.mesh.degree("pp")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step."""
+        return self.mesh.degree("dp_replicate", "dp_shard") * self.microbatches * self.microbatch_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step over all devices."""
+        return self.global_batch_size * self.seq_len
+
+
+def of_job(job: Job) -> Workload:
+    """The workload of a checked run file."""
+    config = job.config
+    return Workload(
+        model=Transformer.of(job.size),
+        mesh=job.mesh,
+        stage_layers=tuple(len(stage) for stage in job.stages),
+        schedule=config.parallelism.pipeline_parallel_schedule,
+        seq_len=config.training.seq_len,
+        microbatch_size=config.training.microbatch_size,
+        microbatches=job.microbatches,
+        recompute=config.training.recompute,
+        reshard_after_forward=config.parallelism.reshard_after_forward == "always",
+        parameters=config.precision.parameters,
+        compute=config.precision.compute,
+        reduce=config.precision.reduce,
+        system=System(fused=config.training.compile),
+    )
