@@ -23,7 +23,7 @@ Combination = tuple[dict[str, Any], dict[str, Any]]
 
 MODELS = (
     ("{dim: 32, n_layers: 5, n_heads: 4, n_kv_heads: 2, ffn_dim: 64}", 4, 4, False),
-    ("{dim: 32, n_layers: 5, n_heads: 4, n_kv_heads: 2, ffn_dim: 64}", 6, 2, True),
+    ("{dim: 32, n_layers: 5, n_heads: 4, n_kv_heads: 2, ffn_dim: 64}", 6, 3, True),
     ("{dim: 48, n_layers: 3, n_heads: 6, n_kv_heads: 6, ffn_dim: 36, vocab_size: 2052}", 6, 6, False),
     ("{dim: 32, n_layers: 4, n_heads: 8, n_kv_heads: 2, ffn_dim: 64, tie_embeddings: true}", 8, 2, False),
 )
@@ -83,7 +83,7 @@ def test_legal_is_what_check_accepts(
     judged = judge(text)
     tried = list(combinations(devices, batch))
     jobs = [job for job in map(judged, tried) if job is not None]
-    assert 50 < len(jobs) < len(tried)
+    assert 20 < len(jobs) < len(tried)
     known = {layout_of(of_job(job)) for job in jobs}
     found = list(layouts(question_of(jobs[0])))
     assert len(found) == len(set(found))
