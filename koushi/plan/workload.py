@@ -77,6 +77,8 @@ class System:
     """Share of the layers that recompute at all."""
     kept_matmuls: float = 1.0
     """Share of the matmuls whose outputs selective recompute keeps."""
+    fused_projections: bool = False
+    """Whether query, key and value are one matmul, and both inner ones of a gated feed-forward."""
     loss_chunks: int = 1
     """Pieces of the sequence that logits and loss are computed in, one after the other."""
 
