@@ -73,7 +73,7 @@ def _zero1(row: Row, system: System) -> System:
 
 
 def _nanotron(row: Row) -> Described:
-    system = System(sequence_parallel=_cut_sequence(row, True), keeps_gathered=False, overlap_tensor_parallel=True)
+    system = System(sequence_parallel=_cut_sequence(row, True), overlap_tensor_parallel=True)
     return Described(_zero1(row, system), "bfloat16", "float32", "none", memory="reserved")
 
 
