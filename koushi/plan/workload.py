@@ -56,6 +56,8 @@ class System:
 
     sequence_parallel: bool = True
     """Whether activations between tp regions are cut along the sequence."""
+    keeps_gathered: bool = True
+    """Whether what a tp region has gathered is kept for backward; else it is gathered again, as Megatron does."""
     loss_parallel: bool = True
     """Whether logits stay cut along the vocabulary."""
     sharding: Literal["fsdp", "optimizer", "none"] = "fsdp"
@@ -71,6 +73,14 @@ class System:
     """Whether the linear layers multiply in float8."""
     overlap_data_parallel: bool = True
     overlap_tensor_parallel: bool = False
+    recompute_share: float = 1.0
+    """Share of the layers that recompute at all."""
+    kept_matmuls: float = 1.0
+    """Share of the matmuls whose outputs selective recompute keeps."""
+    fused_projections: bool = False
+    """Whether query, key and value are one matmul, and both inner ones of a gated feed-forward."""
+    loss_chunks: int = 1
+    """Pieces of the sequence that logits and loss are computed in, one after the other."""
 
 
 @dataclass(frozen=True)
