@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from koushi.errors import TrainingError
 from koushi.mesh import MeshSpec
+from koushi.parallel.ledger import name_groups, open_ledger
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class ParallelDims:
         return build_mesh(self.spec, device_type)
 
 
-def build_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
+def build_mesh(spec: MeshSpec, device_type: str, timeout: float | None = None) -> DeviceMesh:
     """One DeviceMesh of the whole world, every dim of ``spec`` in it, also those of degree 1.
+
+    ``timeout`` is how many seconds a collective on any of its groups may take; the world's own does not count there.
 
     Raises TrainingError when the started world is not the mesh's: torch would take a larger one silently.
     """
@@ -50,7 +53,12 @@ def build_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
             f"the mesh {spec} needs {spec.world_size} processes, but {started} were started; "
             f"start {spec.world_size}, or change the degrees"
         )
-    return init_device_mesh(device_type, spec.shape, mesh_dim_names=spec.names)
+    world_mesh = init_device_mesh(device_type, spec.shape, mesh_dim_names=spec.names)
+    if timeout is not None:
+        for group in world_mesh.get_all_groups():
+            group.set_timeout(timedelta(seconds=timeout))
+    name_groups({name: world_mesh.get_group(name) for name in spec.names if spec.degree(name) > 1})
+    return world_mesh
 
 
 def destroy_mesh(world_mesh: DeviceMesh) -> None:
@@ -81,6 +89,8 @@ def init_process_group(device: torch.device, timeout: float) -> None:
     """Join the world that the launcher's environment variables describe."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        open_ledger(int(os.environ["RANK"]))
     backend, patience = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

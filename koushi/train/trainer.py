@@ -17,6 +17,7 @@ from koushi.hardware.peaks import peak_flops
 from koushi.job import Job
 from koushi.models.llama.flops import training_flops_per_token
 from koushi.optim.adamw import AdamW
+from koushi.parallel import ledger
 from koushi.parallel.compose import build
 from koushi.parallel.device_mesh import build_mesh, init_process_group, local_device, resolve_device
 from koushi.train.checkpoints import Checkpoints, Start
@@ -51,7 +52,7 @@ class Trainer:
         self.optimizer = AdamW(job.config.optimizer)
         self.samples = open_samples(job)
         self._agree_on_data()
-        self.model = build(job, build_mesh(job.mesh, device.type), device)
+        self.model = build(job, build_mesh(job.mesh, device.type, job.config.run.timeout), device)
         self.train_step = TrainStep(job, self.model, self.optimizer)
         self.data_index = job.mesh.index(self.rank, "dp_replicate", "dp_shard")
         self.checkpoints: Checkpoints | None = None
@@ -78,6 +79,7 @@ class Trainer:
         try:
             with Prefetch(self._batch, self.start.step) as batches:
                 for step in range(self.start.step, config.training.steps):
+                    ledger.at_step(step + 1)
                     if self.checkpoints is not None:
                         self.checkpoints.begin_step()
                     tokens, labels = batches.get(step)
