@@ -79,6 +79,8 @@ class System:
     """Share of the matmuls whose outputs selective recompute keeps."""
     fused_projections: bool = False
     """Whether query, key and value are one matmul, and both inner ones of a gated feed-forward."""
+    host_operations: float = 0.0
+    """What the host issues for one block's forward, and as much again for its backward; 0: as Koushi does."""
     loss_chunks: int = 1
     """Pieces of the sequence that logits and loss are computed in, one after the other."""
 
