@@ -95,7 +95,7 @@ def _run(row: Row, heads: Mapping[tuple[str, int], int]) -> Run | LeftOut:
         return LeftOut(row, model)
     hardware = _hardware(row)
     if hardware is None:
-        return LeftOut(row, f"no hardware file for {row.gpu or 'an unnamed GPU'}")
+        return LeftOut(row, f"no hardware file for {row.gpu or 'an unnamed device'}")
     workload = _workload(row, model)
     if isinstance(workload, str):
         return LeftOut(row, workload)
@@ -131,7 +131,7 @@ def _spoiled(row: Row) -> str | None:
 
 
 def _hardware(row: Row) -> Hardware | None:
-    name = row.gpu.removesuffix("-power-limited")
+    name = row.gpu
     if "EFA" in row.notes and f"{name}-efa" in names():
         name += "-efa"
     try:

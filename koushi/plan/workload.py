@@ -67,6 +67,9 @@ class System:
     """Whether parameters in the compute dtype are kept besides the masters, as Megatron does."""
     flash_attention: bool = True
     """Whether attention scores stay out of memory."""
+    attention_kernel: Literal["flash1", "flash2", "flash3"] = "flash2"
+    """Which generation of fused attention: before FlashAttention-2 (Triton's of 2023 too), it (torch's own), or
+    FlashAttention-3 and cuDNN's on Hopper and later."""
     fused: bool = False
     """Whether elementwise work is fused, by a compiler or by hand."""
     float8: bool = False
