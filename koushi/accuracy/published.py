@@ -26,6 +26,7 @@ UNPLANNED = {
     "ckpt-in-cpu": "activations offloaded to the host",
     "gpus=tp and dp=": "its number of devices is a guess",
     "source inconsistent": "inconsistent, says the transcriber",
+    "lists mp=2 for some": "two versions of its tensor parallel degree",
     "mamba": "no plain transformer",
 }
 """Words of the notes that leave nothing to plan."""

@@ -35,6 +35,8 @@ class Row:
 
     id: str
     source: str
+    origin: str
+    """Where the row was published: a page, or one commit's message."""
     model: str
     gpu: str
     notes: str
@@ -77,6 +79,7 @@ class Row:
         return cls(
             id=text("row_id"),
             source=text("source"),
+            origin=text("source_url_or_path"),
             model=text("model"),
             gpu=text("gpu").lower(),
             notes=text("notes"),

@@ -168,7 +168,7 @@ def as_json(scores: Iterable[SourceScore]) -> dict[str, object]:
     """Figures by source, fractions."""
 
     def errors(one: Errors | None) -> dict[str, float] | None:
-        return one and {"runs": one.runs, "median": one.median, "p90": one.p90, "bias": one.bias}
+        return {"runs": one.runs, "median": one.median, "p90": one.p90, "bias": one.bias} if one else None
 
     return {
         one.source: {
