@@ -349,7 +349,8 @@ def _staging(workload: Workload, hardware: Hardware, unit: Unit) -> float:
 
 def _replicated(workload: Workload, hardware: Hardware, pp: int) -> tuple[dict[str, float], float]:
     """Gradients summed beside the last microbatch's backward; ZeRO-1 gathers parameters after the update."""
-    phases, exposed, slowed = stage_phases(workload, hardware), {}, 0.0
+    phases, slowed = stage_phases(workload, hardware), 0.0
+    exposed: dict[str, float] = {}
     for stage in held_stages(workload, pp):
         for unit, count in units_of(workload, stage).all:
             for collective, calls in replicas(workload, unit).items():

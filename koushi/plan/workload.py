@@ -70,10 +70,14 @@ class System:
     attention_kernel: Literal["flash1", "flash2", "flash3"] = "flash2"
     """Which generation of fused attention: before FlashAttention-2 (Triton's of 2023 too), it (torch's own), or
     FlashAttention-3 and cuDNN's on Hopper and later."""
+    newest_libraries: bool = False
+    """Whether matmuls run on the vendor's newest libraries, as in its containers; else on those of a torch release."""
     fused: bool = False
     """Whether elementwise work is fused, by a compiler or by hand."""
     float8: bool = False
     """Whether the linear layers multiply in float8."""
+    sequence_first: bool = False
+    """Whether a microbatch's activations lie sequence first, so that cutting them along it copies nothing."""
     overlap_data_parallel: bool = True
     overlap_tensor_parallel: bool = False
     recompute_share: float = 1.0
