@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from koushi.accuracy.models import transformer
 from koushi.accuracy.rows import Row
 from koushi.accuracy.stages import schedule_of, stage_layers
-from koushi.accuracy.systems import MeasuredMemory, describe, name_of
+from koushi.accuracy.systems import MeasuredMemory, describe, measured_memory, name_of
 from koushi.errors import ConfigError
 from koushi.hardware.hardware import Hardware, load, names
 from koushi.mesh import MeshSpec
@@ -54,11 +54,11 @@ class Run:
     row: Row
     workload: Workload
     hardware: Hardware
-    memory: MeasuredMemory | None
+    memory: MeasuredMemory
     step_seconds: float | None
     """Measured; None where there is none, or ``spoiled``."""
     memory_gib: float | None
-    """Measured; None where there is none, where the source doesn't say of what, or ``spoiled``."""
+    """Measured; None where there is none, or ``spoiled``."""
     spoiled: str | None
     """Why its measurements say nothing; that it ran still does."""
 
@@ -125,14 +125,14 @@ def _run(row: Row, heads: Mapping[tuple[str, int], int]) -> Run | LeftOut:
     workload = _workload(row, model)
     if isinstance(workload, str):
         return LeftOut(row, workload)
-    kind, spoiled = describe(row).memory, _spoiled(row)
+    spoiled = _spoiled(row)
     stalled = STALLED if _stalls(row, workload, hardware) else None
-    doubted = spoiled is not None or kind is None or "looks like a source typo" in row.notes
+    doubted = spoiled is not None or "looks like a source typo" in row.notes
     return Run(
         row=row,
         workload=workload,
         hardware=hardware,
-        memory=kind,
+        memory=measured_memory(row),
         step_seconds=None if spoiled or stalled else _step_seconds(row, workload),
         memory_gib=None if doubted else row.memory_gib,
         spoiled=spoiled or stalled,

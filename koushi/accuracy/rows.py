@@ -39,6 +39,8 @@ class Row:
     """Where the row was published: a page, or one commit's message."""
     model: str
     gpu: str
+    date: str
+    """``2024-08``."""
     notes: str
     precision: str
     recompute: str
@@ -82,6 +84,7 @@ class Row:
             origin=text("source_url_or_path"),
             model=text("model"),
             gpu=text("gpu").lower(),
+            date=text("date"),
             notes=text("notes"),
             precision=text("precision").lower(),
             recompute=text("activation_ckpt").lower(),

@@ -22,7 +22,7 @@ class Scored:
     run: Run
     step_seconds: float
     memory_gib: float
-    """The fullest rank's, of the kind that the source measured; reserved where it measured none."""
+    """The fullest rank's, of the kind that the source measured."""
     fits: bool
     """Whether the fullest rank's device memory is within the device's."""
 
@@ -44,11 +44,10 @@ class Scored:
 
 def score(run: Run) -> Scored:
     ranks = every_rank(run.workload, run.hardware)
-    kind = run.memory or "reserved"
     return Scored(
         run=run,
         step_seconds=step_time(run.workload, run.hardware).seconds,
-        memory_gib=max(getattr(rank, kind) for rank in ranks) / GIB,
+        memory_gib=max(getattr(rank, run.memory) for rank in ranks) / GIB,
         fits=max(rank.device for rank in ranks) <= run.hardware.chip.memory_bytes,
     )
 

@@ -24,8 +24,15 @@ class Described:
     reduce: str
     recompute: Recompute
     reshard_after_forward: bool = True
-    memory: MeasuredMemory | None = None
-    """Which of the planner's totals the row's memory is; None: the source doesn't say."""
+
+
+def measured_memory(row: Row) -> MeasuredMemory:
+    """Which of the planner's totals the row's memory is. torchtitan, torchao and NeMo print the most that torch's
+    allocator reserved; nanotron prints that and what was allocated, and its rows don't say which: reserved."""
+    notes = row.notes.lower()
+    if "nvidia-smi" in notes:
+        return "device"
+    return "active" if "max allocated" in notes or "max_memory_allocated" in notes else "reserved"
 
 
 def describe(row: Row) -> Described:
@@ -42,7 +49,7 @@ def name_of(row: Row) -> str:
     notes = row.notes.lower()
     if row.zero_stage in (2, 3) or "fsdp" in notes:
         return "torchtitan" if "fsdp2" in notes or "torchtitan" in notes else "fsdp1"
-    return "megatron-core"
+    return "megatron-lm" if row.date and row.date < "2023" else "megatron-core"
 
 
 def _half(row: Row) -> str:
@@ -59,7 +66,7 @@ def _torchtitan(row: Row) -> Described:
     system = replace(system, sequence_parallel=_cut_sequence(row, True))
     # Selective is torchtitan's default where a row says nothing.
     recompute: Recompute = "selective" if row.recompute == "" else "none"
-    return Described(system, "bfloat16", "float32", recompute, row.zero_stage != 2, "reserved")
+    return Described(system, "bfloat16", "float32", recompute, row.zero_stage != 2)
 
 
 def _fsdp1(row: Row) -> Described:
@@ -81,11 +88,12 @@ NANOTRON_OPERATIONS = 300.0
 def _nanotron(row: Row) -> Described:
     system = System(
         sequence_parallel=_cut_sequence(row, True),
+        sequence_first=True,
         fused_projections=True,
         overlap_tensor_parallel=True,
         host_operations=NANOTRON_OPERATIONS,
     )
-    return Described(_zero1(row, system), "bfloat16", "float32", "none", memory="reserved")
+    return Described(_zero1(row, system), "bfloat16", "float32", "none")
 
 
 def _megatron_deepspeed(row: Row) -> Described:
@@ -98,8 +106,7 @@ def _megatron_deepspeed(row: Row) -> Described:
     )
     # Gradients stay in float16; bfloat16 runs add them up in float32.
     reduce = "float16" if _half(row) == "float16" or "fp32 grad" not in row.notes else "float32"
-    memory: MeasuredMemory | None = "device" if "nvidia-smi" in row.notes else None
-    return Described(_zero1(row, system), _half(row), reduce, "none", memory=memory)
+    return Described(_zero1(row, system), _half(row), reduce, "none")
 
 
 def _internevo(row: Row) -> Described:
@@ -113,6 +120,7 @@ def _megatron_lm(row: Row) -> Described:
     """2021 and 2022: no distributed optimizer, no fused attention, gradients reduced after the last backward."""
     system = System(
         sequence_parallel=_cut_sequence(row, False),
+        sequence_first=True,
         keeps_gathered=False,
         sharding="none" if row.zero_stage is None else "optimizer",
         separate_masters=True,
@@ -121,7 +129,7 @@ def _megatron_lm(row: Row) -> Described:
         fused_projections=True,
         overlap_data_parallel=False,
     )
-    return Described(system, _half(row), _half(row), "none", memory="active")
+    return Described(system, _half(row), _half(row), "none")
 
 
 def _deepspeed_3(row: Row) -> Described:
@@ -134,6 +142,8 @@ def _megatron_core(row: Row) -> Described:
         sequence_parallel=_cut_sequence(row, True),
         keeps_gathered=False,
         attention_kernel="flash3",
+        newest_libraries=True,
+        sequence_first=True,
         fused=True,
         fused_projections=True,
         overlap_tensor_parallel=True,
