@@ -90,7 +90,6 @@ def _nanotron(row: Row) -> Described:
         sequence_parallel=_cut_sequence(row, True),
         sequence_first=True,
         fused_projections=True,
-        overlap_tensor_parallel=True,
         host_operations=NANOTRON_OPERATIONS,
     )
     return Described(_zero1(row, system), "bfloat16", "float32", "none")
