@@ -217,6 +217,11 @@ class SourceScore:
 
     @property
     def regret(self) -> float | None:
+        """Of the sweep in the middle."""
+        return median(sweep.regret for sweep in self.sweeps) if self.sweeps else None
+
+    @property
+    def mean_regret(self) -> float | None:
         return mean(sweep.regret for sweep in self.sweeps) if self.sweeps else None
 
 
