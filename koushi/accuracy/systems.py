@@ -97,6 +97,7 @@ def _nanotron(row: Row) -> Described:
 
 def _megatron_deepspeed(row: Row) -> Described:
     system = System(
+        stops_early=False,
         sequence_parallel=_cut_sequence(row, False),
         flash_attention=False,
         fused=True,
@@ -120,6 +121,7 @@ def _megatron_lm(row: Row) -> Described:
     system = System(
         sequence_parallel=_cut_sequence(row, False),
         sequence_first=True,
+        stops_early=False,
         keeps_gathered=False,
         sharding="none" if row.zero_stage is None else "optimizer",
         separate_masters=True,

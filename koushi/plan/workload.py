@@ -65,6 +65,9 @@ class System:
     data-parallel ranks); nothing."""
     separate_masters: bool = False
     """Whether parameters in the compute dtype are kept besides the masters, as Megatron does."""
+    gradients_at_once: bool = True
+    """Whether a weight's gradient is added to the step's as soon as it is made, where ``sharding`` is not fsdp; else
+    after a microbatch's whole backward, as nanotron does."""
     flash_attention: bool = True
     """Whether attention scores stay out of memory."""
     attention_kernel: Literal["flash1", "flash2", "flash3"] = "flash2"
@@ -78,8 +81,13 @@ class System:
     """Whether the linear layers multiply in float8."""
     sequence_first: bool = False
     """Whether a microbatch's activations lie sequence first, so that cutting them along it copies nothing."""
+    blocking_sends: bool = False
+    """Whether a rank waits until what it sends to the next stage has arrived."""
     overlap_data_parallel: bool = True
     overlap_tensor_parallel: bool = False
+    stops_early: bool = True
+    """Whether full recompute ends with the last tensor that backward needs, as torch's without reentry does; else a
+    block's whole forward is done again, with its last matmul and collective."""
     recompute_share: float = 1.0
     """Share of the layers that recompute at all."""
     kept_matmuls: float = 1.0
