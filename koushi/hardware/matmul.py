@@ -18,12 +18,12 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
 """Rows and columns of the output that one unit works on at a time; libraries choose by shape."""
 TILE_START = 128
 """Filling and draining a tile costs as much as so many steps of k."""
-REUSE = 12.0
+REUSE = 30.0
 """A tile of r rows and c columns multiplies r x c / (r + c) times per value it loads; with so many, half of its
 time goes in loading."""
 
-MISALIGNED = 0.5
-"""What is left of the rate where rows don't begin at multiples of 16 bytes."""
+ALIGNED = 16
+"""Bytes at whose multiples rows must begin for a chip's matrix units to be used at all."""
 
 
 @lru_cache(maxsize=65536)
@@ -40,8 +40,8 @@ def matmul_seconds(chip: Chip, m: int, n: int, k: int, dtype: str, batch: int = 
     memory = moved * batch / (chip.memory_bandwidth * chip.streaming)
     if chip.units == 1:
         return max(flops / (peak * chip.sustained), memory) + chip.kernel_us * 1e-6
-    if (n * DTYPE_BYTES[dtype]) % 16 or (k * DTYPE_BYTES[dtype]) % 16:
-        peak *= MISALIGNED
+    if (n * DTYPE_BYTES[dtype]) % ALIGNED or (k * DTYPE_BYTES[dtype]) % ALIGNED:
+        peak = min(peak, chip.peak("float32"))
     waves = min(_in_waves(chip.units, m, n, k, batch, tile) for tile in TILES) / (peak * chip.burst)
     return max(waves, flops / (peak * chip.sustained), memory) + chip.kernel_us * 1e-6
 

@@ -228,15 +228,16 @@ def _rank(workload: Workload, hardware: Hardware, pp: int) -> tuple[dict[str, fl
 # The pipeline.
 
 
-def pipeline(workload: Workload, hardware: Hardware) -> Timeline:
-    """The simulated pipeline of ``workload``, whose pp is above 1."""
+def pipeline(workload: Workload, hardware: Hardware, *, sending: bool = True) -> Timeline:
+    """The simulated pipeline of ``workload``, whose pp is above 1; without ``sending`` messages take no time."""
     return simulate(
         workload.schedule,
         workload.mesh.degree("pp"),
         len(workload.stage_layers),
         workload.microbatches,
         stage_costs(workload, hardware),
-        send_seconds(workload, hardware),
+        send_seconds(workload, hardware) if sending else 0.0,
+        blocking=workload.system.blocking_sends,
     )
 
 
