@@ -126,6 +126,11 @@ def step_time(workload: Workload, hardware: Hardware) -> StepTime:
     return StepTime(parts, per_device, mfu, bubble, slowest)
 
 
+def step_seconds(hardware: Hardware, devices: int, seconds: float) -> float:
+    """The whole step, from the ``seconds`` of the pipeline's makespan and the edges of its slowest rank."""
+    return (seconds + hardware.host.step_ms * 1e-3) * (1 + _stragglers(hardware, devices))
+
+
 def flops_per_token(workload: Workload) -> float:
     """Forward and backward FLOPs of one token as PaLM counts them (arXiv 2204.02311, appendix B)."""
     model = workload.model
