@@ -78,7 +78,12 @@ def _fsdp1(row: Row) -> Described:
 
 
 def _zero1(row: Row, system: System) -> System:
-    return replace(system, sharding="none" if row.zero_stage == 0 else "optimizer", separate_masters=True)
+    return replace(
+        system,
+        buffers_every_microbatch=False,
+        sharding="none" if row.zero_stage == 0 else "optimizer",
+        separate_masters=True,
+    )
 
 
 NANOTRON_OPERATIONS = 300.0
@@ -121,6 +126,7 @@ def _megatron_lm(row: Row) -> Described:
     system = System(
         sequence_parallel=_cut_sequence(row, False),
         sequence_first=True,
+        buffers_every_microbatch=False,
         stops_early=False,
         keeps_gathered=False,
         sharding="none" if row.zero_stage is None else "optimizer",
@@ -134,7 +140,7 @@ def _megatron_lm(row: Row) -> Described:
 
 
 def _deepspeed_3(row: Row) -> Described:
-    system = System(flash_attention=False, fused=True, sequence_parallel=False)
+    system = System(flash_attention=False, fused=True, sequence_parallel=False, stops_early=False)
     return Described(system, _half(row), _half(row), "none")
 
 
@@ -142,6 +148,7 @@ def _megatron_core(row: Row) -> Described:
     system = System(
         sequence_parallel=_cut_sequence(row, True),
         keeps_gathered=False,
+        stops_early=False,
         attention_kernel="flash3",
         newest_libraries=True,
         sequence_first=True,
@@ -150,7 +157,7 @@ def _megatron_core(row: Row) -> Described:
         overlap_tensor_parallel=True,
     )
     if not row.dp_shard or row.dp_shard == 1:
-        system = replace(system, sharding="optimizer", separate_masters=True)
+        system = replace(system, sharding="optimizer", separate_masters=True, buffers_every_microbatch=False)
     return Described(system, "bfloat16", "bfloat16", "none")
 
 
@@ -159,6 +166,7 @@ def _aleph(row: Row) -> Described:
     notes = row.notes.lower()
     system = System(
         sequence_parallel=_cut_sequence(row, False),
+        stops_early=False,
         flash_attention="flash" in notes or "kernel" not in notes,
         fused="rms" in notes,
         overlap_data_parallel=False,

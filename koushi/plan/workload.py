@@ -85,6 +85,8 @@ class System:
     """Whether a rank waits until what it sends to the next stage has arrived."""
     overlap_data_parallel: bool = True
     overlap_tensor_parallel: bool = False
+    buffers_every_microbatch: bool = True
+    """Whether a stage holds a receive buffer for every microbatch of the step, as torch's does; else one each way."""
     stops_early: bool = True
     """Whether full recompute ends with the last tensor that backward needs, as torch's without reentry does; else a
     block's whole forward is done again, with its last matmul and collective."""
