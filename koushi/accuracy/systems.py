@@ -63,7 +63,9 @@ def _cut_sequence(row: Row, otherwise: bool) -> bool:
 def _torchtitan(row: Row) -> Described:
     float8 = row.precision.startswith(("fp8", "mxfp8"))
     system = System(fused=bool(row.compiled) or float8, overlap_tensor_parallel="asynctp" in row.notes.lower())
-    system = replace(system, sequence_parallel=_cut_sequence(row, True))
+    # With one scale for a tensor, weights are gathered as they are multiplied.
+    tensorwise = row.precision == "fp8-tensorwise"
+    system = replace(system, sequence_parallel=_cut_sequence(row, True), gathers_float8=tensorwise)
     # Selective is torchtitan's default where a row says nothing.
     recompute: Recompute = "selective" if row.recompute == "" else "none"
     return Described(system, "bfloat16", "float32", recompute, row.zero_stage != 2)
@@ -94,6 +96,7 @@ def _nanotron(row: Row) -> Described:
     system = System(
         sequence_parallel=_cut_sequence(row, True),
         sequence_first=True,
+        blocking_sends=True,
         fused_projections=True,
         host_operations=NANOTRON_OPERATIONS,
     )
@@ -103,6 +106,7 @@ def _nanotron(row: Row) -> Described:
 def _megatron_deepspeed(row: Row) -> Described:
     system = System(
         stops_early=False,
+        blocking_sends=True,
         sequence_parallel=_cut_sequence(row, False),
         flash_attention=False,
         fused=True,
@@ -126,6 +130,7 @@ def _megatron_lm(row: Row) -> Described:
     system = System(
         sequence_parallel=_cut_sequence(row, False),
         sequence_first=True,
+        blocking_sends=True,
         buffers_every_microbatch=False,
         stops_early=False,
         keeps_gathered=False,

@@ -75,6 +75,8 @@ class System:
     FlashAttention-3 and cuDNN's on Hopper and later."""
     newest_libraries: bool = False
     """Whether matmuls run on the vendor's newest libraries, as in its containers; else on those of a torch release."""
+    gathers_float8: bool = False
+    """Whether FSDP gathers the linear layers' weights in float8."""
     fused: bool = False
     """Whether elementwise work is fused, by a compiler or by hand."""
     float8: bool = False
