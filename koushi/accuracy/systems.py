@@ -60,11 +60,17 @@ def _cut_sequence(row: Row, otherwise: bool) -> bool:
     return otherwise if row.sequence_parallel is None else row.sequence_parallel
 
 
+CUDNN_FIRST = "2025-10"
+"""Since about then torchtitan's ``models/attention.py`` asks for cuDNN's attention before FlashAttention-2."""
+
+
 def _torchtitan(row: Row) -> Described:
     float8 = row.precision.startswith(("fp8", "mxfp8"))
     system = System(fused=bool(row.compiled) or float8, overlap_tensor_parallel="asynctp" in row.notes.lower())
     # With one scale for a tensor, weights are gathered as they are multiplied.
     tensorwise = row.precision == "fp8-tensorwise"
+    if row.date >= CUDNN_FIRST:
+        system = replace(system, attention_kernel="flash3")
     system = replace(system, sequence_parallel=_cut_sequence(row, True), gathers_float8=tensorwise)
     # Selective is torchtitan's default where a row says nothing.
     recompute: Recompute = "selective" if row.recompute == "" else "none"
