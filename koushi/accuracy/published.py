@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from koushi.accuracy.models import transformer
 from koushi.accuracy.rows import Row
 from koushi.accuracy.stages import schedule_of, stage_layers
-from koushi.accuracy.systems import MeasuredMemory, describe, name_of
+from koushi.accuracy.systems import MeasuredMemory, describe, measured_memory, name_of
 from koushi.errors import ConfigError
 from koushi.hardware.hardware import Hardware, load, names
 from koushi.mesh import MeshSpec
 from koushi.plan.workload import Transformer, Workload
 from koushi.schedules import microbatches_fit
 
+SLOW_TWIN = 2.0
 LOW_MFU = 2.0
 """Percent. Runs below say nothing about physics: the data's README."""
 
@@ -25,6 +26,7 @@ UNPLANNED = {
     "ckpt-in-cpu": "activations offloaded to the host",
     "gpus=tp and dp=": "its number of devices is a guess",
     "source inconsistent": "inconsistent, says the transcriber",
+    "lists mp=2 for some": "two versions of its tensor parallel degree",
     "mamba": "no plain transformer",
 }
 """Words of the notes that leave nothing to plan."""
@@ -52,11 +54,11 @@ class Run:
     row: Row
     workload: Workload
     hardware: Hardware
-    memory: MeasuredMemory | None
+    memory: MeasuredMemory
     step_seconds: float | None
     """Measured; None where there is none, or ``spoiled``."""
     memory_gib: float | None
-    """Measured; None where there is none, where the source doesn't say of what, or ``spoiled``."""
+    """Measured; None where there is none, or ``spoiled``."""
     spoiled: str | None
     """Why its measurements say nothing; that it ran still does."""
 
@@ -73,8 +75,32 @@ def described(rows: Iterable[Row]) -> tuple[tuple[Run, ...], tuple[LeftOut, ...]
     heads = _usual_heads(rows)
     found = [_run(row, heads) for row in rows]
     return (
-        tuple(one for one in found if isinstance(one, Run)),
+        _without_slow_twins([one for one in found if isinstance(one, Run)]),
         tuple(one for one in found if isinstance(one, LeftOut)),
+    )
+
+
+def _without_slow_twins(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Runs that took more than ``SLOW_TWIN`` times as long as one that differs in its ZeRO stage at most say
+    nothing."""
+    fastest: dict[tuple[object, ...], float] = {}
+    for run in runs:
+        if run.step_seconds is not None:
+            twin = _twin(run)
+            fastest[twin] = min(run.step_seconds, fastest.get(twin, run.step_seconds))
+    return tuple(
+        replace(run, step_seconds=None, spoiled="time only: a run of the same layout was more than twice as fast")
+        if run.step_seconds is not None and run.step_seconds > SLOW_TWIN * fastest[_twin(run)]
+        else run
+        for run in runs
+    )
+
+
+def _twin(run: Run) -> tuple[object, ...]:
+    return (
+        run.row.source,
+        run.hardware.name,
+        replace(run.workload, system=replace(run.workload.system, sharding="none")),
     )
 
 
@@ -95,21 +121,44 @@ def _run(row: Row, heads: Mapping[tuple[str, int], int]) -> Run | LeftOut:
         return LeftOut(row, model)
     hardware = _hardware(row)
     if hardware is None:
-        return LeftOut(row, f"no hardware file for {row.gpu or 'an unnamed GPU'}")
+        return LeftOut(row, f"no hardware file for {row.gpu or 'an unnamed device'}")
     workload = _workload(row, model)
     if isinstance(workload, str):
         return LeftOut(row, workload)
-    kind, spoiled = describe(row).memory, _spoiled(row)
-    doubted = spoiled is not None or kind is None or "looks like a source typo" in row.notes
+    spoiled = _spoiled(row)
+    stalled = _slowed(row, workload, hardware)
+    doubted = spoiled is not None or "looks like a source typo" in row.notes
     return Run(
         row=row,
         workload=workload,
         hardware=hardware,
-        memory=kind,
-        step_seconds=None if spoiled else _step_seconds(row, workload),
+        memory=measured_memory(row),
+        step_seconds=None if spoiled or stalled else _step_seconds(row, workload),
         memory_gib=None if doubted else row.memory_gib,
-        spoiled=spoiled,
+        spoiled=spoiled or stalled,
     )
+
+
+NEARLY_FULL = 0.9
+
+
+def _slowed(row: Row, workload: Workload, hardware: Hardware) -> str | None:
+    """Why the time of one of nanotron's runs is none of hardware and layout.
+
+    With tp and a pipeline that crosses nodes, each block and microbatch took 7.7, 12.5, 20.8, 46 and 115 ms at tp 2,
+    4, 8, 16 and 32, whatever the model's size from 1B to 80B, where runs within a node or without a pipeline took
+    4.4 (8 and 15 at tp 16 and 32): a defect. Runs that came within a tenth of the device's memory took 4 to 10 times
+    as long as their likes: the allocator gave back and asked again in every step.
+    """
+    if name_of(row) != "nanotron":
+        return None
+    mesh = workload.mesh
+    crosses = mesh.world_size > hardware.devices_per_node
+    if crosses and mesh.degree("pp") > 1 and mesh.degree("tp") > 1:
+        return "time only: its pipeline between nodes stalls tensor parallel"
+    if (row.memory_gib or 0.0) > NEARLY_FULL * hardware.chip.memory_gib:
+        return "time only: nearly out of memory"
+    return None
 
 
 def _unplanned(row: Row) -> str | None:
@@ -131,7 +180,7 @@ def _spoiled(row: Row) -> str | None:
 
 
 def _hardware(row: Row) -> Hardware | None:
-    name = row.gpu.removesuffix("-power-limited")
+    name = row.gpu
     if "EFA" in row.notes and f"{name}-efa" in names():
         name += "-efa"
     try:

@@ -35,8 +35,12 @@ class Row:
 
     id: str
     source: str
+    origin: str
+    """Where the row was published: a page, or one commit's message."""
     model: str
     gpu: str
+    date: str
+    """``2024-08``."""
     notes: str
     precision: str
     recompute: str
@@ -77,8 +81,10 @@ class Row:
         return cls(
             id=text("row_id"),
             source=text("source"),
+            origin=text("source_url_or_path"),
             model=text("model"),
             gpu=text("gpu").lower(),
+            date=text("date"),
             notes=text("notes"),
             precision=text("precision").lower(),
             recompute=text("activation_ckpt").lower(),

@@ -22,7 +22,7 @@ class Scored:
     run: Run
     step_seconds: float
     memory_gib: float
-    """The fullest rank's, of the kind that the source measured; reserved where it measured none."""
+    """The fullest rank's, of the kind that the source measured."""
     fits: bool
     """Whether the fullest rank's device memory is within the device's."""
 
@@ -44,11 +44,10 @@ class Scored:
 
 def score(run: Run) -> Scored:
     ranks = every_rank(run.workload, run.hardware)
-    kind = run.memory or "reserved"
     return Scored(
         run=run,
         step_seconds=step_time(run.workload, run.hardware).seconds,
-        memory_gib=max(getattr(rank, kind) for rank in ranks) / GIB,
+        memory_gib=max(getattr(rank, run.memory) for rank in ranks) / GIB,
         fits=max(rank.device for rank in ranks) <= run.hardware.chip.memory_bytes,
     )
 
@@ -107,22 +106,24 @@ class Sweep:
 
 
 def sweeps(scored: Iterable[Scored]) -> tuple[Sweep, ...]:
-    """Runs that differ in layout alone: the same source, model, devices, sequence, global batch and precision."""
+    """Runs that differ in layout alone: published together, of the same model, devices, sequence, global batch,
+    precision and compiler."""
     groups: dict[tuple[object, ...], dict[str, list[Scored]]] = {}
     for one in scored:
         if one.run.step_seconds is None:
             continue
         row, workload = one.run.row, one.run.workload
-        key = (row.source, workload.model, row.gpu, row.gpus, row.seq_len, workload.global_batch_size, row.precision)
+        same = (row.source, row.origin, row.gpu, row.gpus, row.seq_len, row.precision, workload.system.fused)
+        key = (*same, workload.model, workload.global_batch_size)
         groups.setdefault(key, {}).setdefault(layout_of(one.run), []).append(one)
     found = []
-    for key, layouts in groups.items():
+    for layouts in groups.values():
+        first = next(iter(layouts.values()))[0].run
         if len(layouts) < SMALLEST_SWEEP:
             continue
-        first = next(iter(layouts.values()))[0].run
         found.append(
             Sweep(
-                name=f"{first.row.model} on {first.row.gpus} {first.row.gpu}, batch {key[5]}",
+                name=f"{first.row.model} on {first.row.gpus} {first.row.gpu}, batch {first.workload.global_batch_size}",
                 source=first.row.source,
                 layouts=tuple(layouts),
                 measured=tuple(median(one.run.step_seconds or 0.0 for one in same) for same in layouts.values()),
@@ -195,8 +196,7 @@ class Fit:
         return self.failed_said_not / failed if failed else None
 
     @classmethod
-    def of(cls, ran: Iterable[bool], failed: Iterable[bool]) -> Fit:
-        ran, failed = tuple(ran), tuple(failed)
+    def of(cls, ran: Sequence[bool], failed: Sequence[bool]) -> Fit:
         return cls(sum(ran), len(ran) - sum(ran), sum(failed), len(failed) - sum(failed))
 
 
@@ -217,6 +217,11 @@ class SourceScore:
 
     @property
     def regret(self) -> float | None:
+        """Of the sweep in the middle."""
+        return median(sweep.regret for sweep in self.sweeps) if self.sweeps else None
+
+    @property
+    def mean_regret(self) -> float | None:
         return mean(sweep.regret for sweep in self.sweeps) if self.sweeps else None
 
 
@@ -232,7 +237,7 @@ def by_source(ran: Sequence[Scored], failed: Sequence[Scored]) -> tuple[SourceSc
                 time=Errors.of(one.time_error for one in here),
                 memory=Errors.of(one.memory_error for one in here),
                 sweeps=sweeps(here),
-                fit=Fit.of((one.fits for one in here), (one.fits for one in lost)) if lost else None,
+                fit=Fit.of([one.fits for one in here], [one.fits for one in lost]) if lost else None,
             )
         )
     return tuple(found)

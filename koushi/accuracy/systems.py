@@ -24,8 +24,15 @@ class Described:
     reduce: str
     recompute: Recompute
     reshard_after_forward: bool = True
-    memory: MeasuredMemory | None = None
-    """Which of the planner's totals the row's memory is; None: the source doesn't say."""
+
+
+def measured_memory(row: Row) -> MeasuredMemory:
+    """Which of the planner's totals the row's memory is. torchtitan, torchao and NeMo print the most that torch's
+    allocator reserved; nanotron prints that and what was allocated, and its rows don't say which: reserved."""
+    notes = row.notes.lower()
+    if "nvidia-smi" in notes:
+        return "device"
+    return "active" if "max allocated" in notes or "max_memory_allocated" in notes else "reserved"
 
 
 def describe(row: Row) -> Described:
@@ -42,7 +49,7 @@ def name_of(row: Row) -> str:
     notes = row.notes.lower()
     if row.zero_stage in (2, 3) or "fsdp" in notes:
         return "torchtitan" if "fsdp2" in notes or "torchtitan" in notes else "fsdp1"
-    return "megatron-core"
+    return "megatron-lm" if row.date and row.date < "2023" else "megatron-core"
 
 
 def _half(row: Row) -> str:
@@ -53,42 +60,74 @@ def _cut_sequence(row: Row, otherwise: bool) -> bool:
     return otherwise if row.sequence_parallel is None else row.sequence_parallel
 
 
+CUDNN_FIRST = "2025-10"
+"""Since about then torchtitan's ``models/attention.py`` asks for cuDNN's attention before FlashAttention-2."""
+
+
 def _torchtitan(row: Row) -> Described:
     float8 = row.precision.startswith(("fp8", "mxfp8"))
     system = System(fused=bool(row.compiled) or float8, overlap_tensor_parallel="asynctp" in row.notes.lower())
-    system = replace(system, sequence_parallel=_cut_sequence(row, True))
+    # With one scale for a tensor, weights are gathered as they are multiplied.
+    tensorwise = row.precision == "fp8-tensorwise"
+    if row.date >= CUDNN_FIRST:
+        system = replace(system, attention_kernel="flash3")
+    system = replace(system, sequence_parallel=_cut_sequence(row, True), gathers_float8=tensorwise)
     # Selective is torchtitan's default where a row says nothing.
     recompute: Recompute = "selective" if row.recompute == "" else "none"
-    return Described(system, "bfloat16", "float32", recompute, row.zero_stage != 2, "reserved")
+    return Described(system, "bfloat16", "float32", recompute, row.zero_stage != 2)
 
 
 def _fsdp1(row: Row) -> Described:
     """torch's FullyShardedDataParallel: float32 shards, gradients reduced in float32 only where mixed by default."""
     reduce = "float32" if row.precision.endswith("-amp") else "bfloat16"
-    return Described(System(), "bfloat16", reduce, "none", row.zero_stage != 2)
+    # llm-foundry's benchmarks ran Triton's kernel.
+    system = System(attention_kernel="flash1" if row.source.startswith("llm-foundry") else "flash2")
+    return Described(system, "bfloat16", reduce, "none", row.zero_stage != 2)
 
 
 def _zero1(row: Row, system: System) -> System:
-    return replace(system, sharding="none" if row.zero_stage == 0 else "optimizer", separate_masters=True)
+    return replace(
+        system,
+        buffers_every_microbatch=False,
+        sharding="none" if row.zero_stage == 0 else "optimizer",
+        separate_masters=True,
+    )
+
+
+NANOTRON_OPERATIONS = 300.0
+"""Read off its runs with tp 2, 4 and 8 and one sample at a time: 4.4 ms per block whatever the model's size."""
 
 
 def _nanotron(row: Row) -> Described:
-    system = System(sequence_parallel=_cut_sequence(row, True), overlap_tensor_parallel=True)
-    return Described(_zero1(row, system), "bfloat16", "float32", "none", memory="reserved")
+    system = System(
+        sequence_parallel=_cut_sequence(row, True),
+        sequence_first=True,
+        blocking_sends=True,
+        fused_projections=True,
+        host_operations=NANOTRON_OPERATIONS,
+    )
+    return Described(_zero1(row, system), "bfloat16", "float32", "none")
 
 
 def _megatron_deepspeed(row: Row) -> Described:
     system = System(
-        sequence_parallel=_cut_sequence(row, False), flash_attention=False, fused=True, overlap_data_parallel=False
+        stops_early=False,
+        blocking_sends=True,
+        sequence_parallel=_cut_sequence(row, False),
+        flash_attention=False,
+        fused=True,
+        fused_projections=True,
+        overlap_data_parallel=False,
     )
     # Gradients stay in float16; bfloat16 runs add them up in float32.
     reduce = "float16" if _half(row) == "float16" or "fp32 grad" not in row.notes else "float32"
-    memory: MeasuredMemory | None = "device" if "nvidia-smi" in row.notes else None
-    return Described(_zero1(row, system), _half(row), reduce, "none", memory=memory)
+    return Described(_zero1(row, system), _half(row), reduce, "none")
 
 
 def _internevo(row: Row) -> Described:
-    system = System(sequence_parallel=_cut_sequence(row, False), fused=True)
+    system = System(
+        sequence_parallel=_cut_sequence(row, False), attention_kernel="flash1", fused=True, fused_projections=True
+    )
     return Described(_zero1(row, system), "bfloat16", "bfloat16", "none")
 
 
@@ -96,27 +135,40 @@ def _megatron_lm(row: Row) -> Described:
     """2021 and 2022: no distributed optimizer, no fused attention, gradients reduced after the last backward."""
     system = System(
         sequence_parallel=_cut_sequence(row, False),
+        sequence_first=True,
+        blocking_sends=True,
+        buffers_every_microbatch=False,
+        stops_early=False,
         keeps_gathered=False,
         sharding="none" if row.zero_stage is None else "optimizer",
         separate_masters=True,
         flash_attention=False,
         fused=True,
+        fused_projections=True,
         overlap_data_parallel=False,
     )
-    return Described(system, _half(row), _half(row), "none", memory="active")
+    return Described(system, _half(row), _half(row), "none")
 
 
 def _deepspeed_3(row: Row) -> Described:
-    system = System(flash_attention=False, fused=True, sequence_parallel=False)
+    system = System(flash_attention=False, fused=True, sequence_parallel=False, stops_early=False)
     return Described(system, _half(row), _half(row), "none")
 
 
 def _megatron_core(row: Row) -> Described:
     system = System(
-        sequence_parallel=_cut_sequence(row, True), keeps_gathered=False, fused=True, overlap_tensor_parallel=True
+        sequence_parallel=_cut_sequence(row, True),
+        keeps_gathered=False,
+        stops_early=False,
+        attention_kernel="flash3",
+        newest_libraries=True,
+        sequence_first=True,
+        fused=True,
+        fused_projections=True,
+        overlap_tensor_parallel=True,
     )
     if not row.dp_shard or row.dp_shard == 1:
-        system = replace(system, sharding="optimizer", separate_masters=True)
+        system = replace(system, sharding="optimizer", separate_masters=True, buffers_every_microbatch=False)
     return Described(system, "bfloat16", "bfloat16", "none")
 
 
@@ -125,6 +177,7 @@ def _aleph(row: Row) -> Described:
     notes = row.notes.lower()
     system = System(
         sequence_parallel=_cut_sequence(row, False),
+        stops_early=False,
         flash_attention="flash" in notes or "kernel" not in notes,
         fused="rms" in notes,
         overlap_data_parallel=False,

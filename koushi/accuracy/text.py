@@ -16,7 +16,7 @@ def table(scores: Sequence[SourceScore]) -> str:
     """By source, and the mean of the sources."""
     head = (
         *("source", "runs", "time p50", "p90", "bias", "runs", "memory p50", "p90", "bias"),
-        *("sweeps", "rank corr.", "regret"),
+        *("sweeps", "rank corr.", "regret p50", "mean"),
     )
     lines = [_line(one.source, one) for one in scores if one.time or one.memory]
     every = [one for one in scores if one.time or one.memory]
@@ -31,6 +31,7 @@ def _line(name: str, one: SourceScore) -> Cells:
         str(len(one.sweeps) or ""),
         _number(one.rank_correlation),
         _percent(one.regret),
+        _percent(one.mean_regret),
     )
 
 
@@ -57,6 +58,7 @@ def _mean_line(scores: Sequence[SourceScore]) -> Cells:
         "",
         _number(over(lambda one: one.rank_correlation)),
         _percent(over(lambda one: one.regret)),
+        _percent(over(lambda one: one.mean_regret)),
     )
 
 
@@ -168,7 +170,7 @@ def as_json(scores: Iterable[SourceScore]) -> dict[str, object]:
     """Figures by source, fractions."""
 
     def errors(one: Errors | None) -> dict[str, float] | None:
-        return one and {"runs": one.runs, "median": one.median, "p90": one.p90, "bias": one.bias}
+        return {"runs": one.runs, "median": one.median, "p90": one.p90, "bias": one.bias} if one else None
 
     return {
         one.source: {
@@ -176,7 +178,7 @@ def as_json(scores: Iterable[SourceScore]) -> dict[str, object]:
             "memory": errors(one.memory),
             "sweeps": len(one.sweeps),
             "rank_correlation": one.rank_correlation,
-            "regret": one.regret,
+            "regret": {"median": one.regret, "mean": one.mean_regret},
             "fit": one.fit
             and {"precision": one.fit.precision, "recall": one.fit.recall, "failures_caught": one.fit.caught},
         }

@@ -53,11 +53,12 @@ def collective_seconds(hardware: Hardware, operation: Operation, size: float, gr
         return (link.call_us + link.hop_us) * 1e-6 + size / link.bandwidth
     degree = group.degree
     bandwidth = inside.bandwidth if group.ranks > 1 else network.bandwidth
-    latency = inside.call_us + inside.hop_us * (degree - group.domains)
+    latency = inside.call_us + inside.hop_us * (degree - 1)
     if group.domains > 1:
+        # Every step of a ring waits for its slowest hop.
+        latency = network.call_us + network.hop_us * (degree - 1)
         crowded = 1 + network.crowding * (group.domains - 1)
         bandwidth = min(bandwidth, network.bandwidth * group.ranks / crowded)
-        latency += network.call_us + network.hop_us * group.domains
     if operation != "all_reduce":
         return latency * 1e-6 + size * (degree - 1) / degree / bandwidth
     passes = 2.0 * (degree - 1) / degree

@@ -39,9 +39,13 @@ class Chip:
     """Share of the peak that full tiles reach while power does not limit them."""
     streaming: float
     """Share of the memory bandwidth that elementwise kernels reach."""
+    released: float
+    """What matmuls reach of that with the libraries of a torch release, not the vendor's newest."""
     attention_forward: float
-    """Share of the peak that fused attention reaches on long sequences with heads of 128."""
+    """Share of the peak that FlashAttention-2 reaches on long sequences with heads of 128."""
     attention_backward: float
+    newest_attention: float
+    """How much faster the attention made for this chip is than FlashAttention-2."""
     kernel_us: float
     """The least time of a kernel on the device, with the gap to the next."""
 

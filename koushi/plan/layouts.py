@@ -7,6 +7,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from koushi.check.model_rules import legal_tensor_degrees
+from koushi.check.rule import (
+    DP_REPLICATE,
+    DP_SHARD,
+    MICROBATCH,
+    PER_RANK,
+    PER_STAGE,
+    PP,
+    RECOMPUTE,
+    RESHARD,
+    SCHEDULE,
+    TP,
+    WORLD,
+)
 from koushi.job import Job
 from koushi.layout import divide_layers
 from koushi.mesh import MeshSpec
@@ -14,7 +27,7 @@ from koushi.models.llama.sizes import LlamaSize
 from koushi.plan.workload import Recompute, Workload
 from koushi.schedules import SCHEDULES, microbatches_fit
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ def pipelines(question: Question, pp: int, microbatches: int) -> Iterator[Pipeli
 
 def recompute_modes(pipeline: Pipeline) -> tuple[Recompute, ...]:
     """Those that ``pipeline`` can run: a backward in two halves can't keep part of a block."""
-    return ("none", "full") if pipeline.pp > 1 and SCHEDULES[pipeline.schedule].splits_backward else RECOMPUTE
+    return ("none", "full") if pipeline.pp > 1 and SCHEDULES[pipeline.schedule].splits_backward else MODES
 
 
 def reshard_choices(pp: int, data_parallel: int) -> tuple[bool, ...]:
@@ -176,3 +189,40 @@ def layouts(question: Question) -> Iterator[Layout]:
                     for reshard in reshard_choices(split.pp, split.data_parallel):
                         replicas = split.data_parallel // shard
                         yield Layout(split.tp, pipeline, replicas, shard, split.microbatch_size, recompute, reshard)
+
+
+def is_legal(question: Question, layout: Layout) -> bool:
+    """Whether ``layouts`` has it."""
+    if layout.tp not in tensor_degrees(question):
+        return False
+    data_parallel = layout.dp_replicate * layout.dp_shard
+    if layout.tp * layout.pp * data_parallel != question.devices:
+        return False
+    samples, left = divmod(question.global_batch_size, data_parallel)
+    if left or samples % layout.microbatch_size:
+        return False
+    return (
+        layout.pipeline in pipelines(question, layout.pp, samples // layout.microbatch_size)
+        and layout.recompute in recompute_modes(layout.pipeline)
+        and layout.reshard_after_forward in reshard_choices(layout.pp, data_parallel)
+    )
+
+
+def values_of(layout: Layout) -> dict[str, object]:
+    """What a run file says of it, by dotted key; None: nothing."""
+    alone = layout.pp == 1
+    reshard = "always" if layout.reshard_after_forward else "never"
+    schedule: dict[str, object] = {} if alone else {SCHEDULE: layout.pipeline.schedule}
+    return {
+        PP: layout.pp,
+        DP_REPLICATE: layout.dp_replicate,
+        DP_SHARD: layout.dp_shard,
+        TP: layout.tp,
+        WORLD: layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp,
+        **schedule,
+        PER_RANK: None if alone else layout.pipeline.stages_per_rank,
+        PER_STAGE: None,
+        RESHARD: reshard if alone else "auto",
+        MICROBATCH: layout.microbatch_size,
+        RECOMPUTE: layout.recompute,
+    }

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from koushi.schedules import stages_of_rank
+from koushi.schedules import rank_of_stage, stages_of_rank
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -252,6 +252,8 @@ class Table:
     """The action on another rank whose result it needs, -1 for none."""
     work: tuple[tuple[tuple[int, int], ...], ...]
     """Of every rank: how often it does what stands at which cost."""
+    leaves: tuple[bool, ...]
+    """By the same places: whether the result goes to another rank."""
 
 
 @lru_cache(maxsize=128)
@@ -289,7 +291,15 @@ def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
             heads[rank] = head
         assert left < before, f"{schedule} over {pp} ranks with {microbatches} microbatches waits for itself"
     work = (Counter(stage * len(KINDS) + KINDS.index(kind) for kind, stage, _ in order) for order in orders)
-    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), tuple(tuple(each.items()) for each in work))
+    leaves = tuple(_leaves(schedule, pp, n_stages, kind, stage) for stage in range(n_stages) for kind in KINDS)
+    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), tuple(tuple(each.items()) for each in work), leaves)
+
+
+def _leaves(schedule: str, pp: int, n_stages: int, kind: Kind, stage: int) -> bool:
+    target = stage + 1 if kind == "F" else stage - 1
+    if kind == "W" or not 0 <= target < n_stages:
+        return False
+    return rank_of_stage(schedule, pp, n_stages, stage) != rank_of_stage(schedule, pp, n_stages, target)
 
 
 @dataclass(frozen=True)
@@ -336,15 +346,23 @@ class Timeline:
 
 
 def simulate(
-    schedule: str, pp: int, n_stages: int, microbatches: int, stages: Sequence[StageSeconds], send: float
+    schedule: str,
+    pp: int,
+    n_stages: int,
+    microbatches: int,
+    stages: Sequence[StageSeconds],
+    send: float,
+    *,
+    blocking: bool = False,
 ) -> Timeline:
     """Run a schedule: every rank does its actions in order, each as soon as what it needs has arrived.
 
-    ``stages`` gives every stage's seconds, ``send`` those of a message between two ranks, which does not hold
-    up its sender.
+    ``stages`` gives every stage's seconds, ``send`` those of a message between two ranks. ``blocking``: the
+    sender does nothing meanwhile.
     """
     made = table(schedule, pp, n_stages, microbatches)
     seconds = tuple(value for stage in stages for value in (stage.forward, stage.backward, stage.inputs, stage.weights))
+    held = [send if blocking and leaves else 0.0 for leaves in made.leaves]
     free = [0.0] * pp
     ends: list[float] = []
     append = ends.append
@@ -354,7 +372,8 @@ def simulate(
             arrived = ends[wait] + send
             if arrived > start:
                 start = arrived
-        free[rank] = start = start + seconds[cost]
-        append(start)
+        end = start + seconds[cost]
+        free[rank] = end + held[cost]
+        append(end)
     busy = tuple(sum(times * seconds[cost] for cost, times in work) for work in made.work)
     return Timeline(made, tuple(ends), seconds, max(free), busy)

@@ -8,19 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import log, sqrt
 
-from koushi.hardware.collective import collective_seconds, span
 from koushi.hardware.hardware import Hardware
-from koushi.hardware.matmul import streaming_seconds
-from koushi.plan.communication import end_of_step, reduction, replicas, unshard
-from koushi.plan.schedule import StageSeconds, Timeline, simulate
-from koushi.plan.units import Unit, held_stages, units_of
-from koushi.plan.work import Phases, block, ends, key_of
+from koushi.plan.communication import traffic
+from koushi.plan.edges import Edges, edges, part_of, seconds_of
+from koushi.plan.stage_time import accumulation, pipeline, send_seconds, stage_costs, stages_work
+from koushi.plan.units import held_stages
+from koushi.plan.unshard import unshards
 from koushi.plan.workload import Workload
-from koushi.schedules import SCHEDULES
-from koushi.traffic import DTYPE_BYTES, Collective, Traffic
+from koushi.traffic import Collective
+
+__all__ = [
+    "PARTS",
+    "CollectiveTime",
+    "Edges",
+    "StepTime",
+    "collective_times",
+    "edges",
+    "flops_per_token",
+    "pipeline",
+    "send_seconds",
+    "stage_costs",
+    "step_seconds",
+    "step_time",
+    "stragglers",
+]
 
 PARTS = (
     "ideal compute",
@@ -41,15 +54,10 @@ PARTS = (
 )
 """Of the waterfall, in its order."""
 
-OVERLAPPED = 0.9
-"""Share of the compute beside a collective that can hide it."""
-SLOWED = 0.12
-"""Share of a chip's speed that a collective running beside its kernels takes: units and memory bandwidth."""
-
 
 @dataclass(frozen=True)
 class StepTime:
-    """One training step as expected, of the rank whose pipeline coordinate works longest."""
+    """One training step as expected, and where the time of one pipeline coordinate goes."""
 
     parts: Mapping[str, float]
     """Seconds by name of ``PARTS``; they add up to the step."""
@@ -80,50 +88,110 @@ class CollectiveTime:
 
 
 @dataclass(frozen=True)
-class Edges:
-    """What a rank does besides its pipeline's actions, in seconds."""
+class _Core:
+    """A step without what all ranks wait for together."""
 
-    exposed: Mapping[str, float]
-    """Communication that nothing hides, by part of the waterfall."""
-    slowed: float
-    """Compute lost to collectives beside it."""
-    optimizer: float
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.exposed.values()) + self.slowed + self.optimizer
+    seconds: float
+    busy: tuple[float, ...]
+    edges: tuple[Edges, ...]
+    slowest: int
+    """The pipeline coordinate whose work and edges take longest."""
+    bubble: float
 
 
-def step_time(workload: Workload, hardware: Hardware) -> StepTime:
-    """The step of ``workload`` on ``hardware``."""
-    mesh, n_stages = workload.mesh, len(workload.stage_layers)
-    pp = mesh.degree("pp")
-    coordinates = [_rank(workload, hardware, coordinate) for coordinate in range(pp)]
+def _core(workload: Workload, hardware: Hardware) -> _Core:
+    pp = workload.mesh.degree("pp")
+    found = _all_edges(workload, hardware)
     if pp == 1:
-        busy = [sum(parts.values()) for parts, _ in coordinates]
+        (cost,) = stage_costs(workload, hardware)
+        busy: tuple[float, ...] = (workload.microbatches * (cost.forward + cost.backward),)
         makespan, bubble = busy[0], 0.0
     else:
         timeline = pipeline(workload, hardware)
-        busy, makespan, bubble = list(timeline.busy), timeline.makespan, timeline.bubble
-    totals = [time + edges.seconds for time, (_, edges) in zip(busy, coordinates, strict=True)]
-    slowest = max(range(pp), key=lambda coordinate: totals[coordinate])
-    parts, edges = coordinates[slowest]
-    parts = {name: 0.0 for name in PARTS} | parts
-    sending = _sending(workload, hardware) if pp > 1 else 0.0
-    waiting = makespan - busy[slowest]
-    parts["exposed pp"] = min(waiting, sending)
-    parts["bubble"] = waiting - parts["exposed pp"]
-    for name, seconds in edges.exposed.items():
+        busy, makespan, bubble = timeline.busy, timeline.makespan, timeline.bubble
+    totals = [work + one.seconds for work, one in zip(busy, found, strict=True)]
+    slowest = totals.index(max(totals))
+    return _Core(makespan + found[slowest].seconds, busy, found, slowest, bubble)
+
+
+def _all_edges(workload: Workload, hardware: Hardware) -> tuple[Edges, ...]:
+    """Of every pipeline coordinate; those with stages alike are computed once."""
+    made: dict[tuple[object, ...], Edges] = {}
+    found, last = [], len(workload.stage_layers) - 1
+    for coordinate in range(workload.mesh.degree("pp")):
+        held = held_stages(workload, coordinate)
+        kind = tuple((workload.stage_layers[one], one == 0, one == last, unshards(workload, one)) for one in held)
+        if kind not in made:
+            made[kind] = edges(workload, hardware, coordinate)
+        found.append(made[kind])
+    return tuple(found)
+
+
+def step_seconds(workload: Workload, hardware: Hardware) -> float:
+    """The seconds of ``step_time``, without saying where they go."""
+    return _expected(_core(workload, hardware).seconds, workload, hardware)
+
+
+def _expected(seconds: float, workload: Workload, hardware: Hardware) -> float:
+    return (seconds + hardware.host.step_ms * 1e-3) * (1 + stragglers(hardware, workload.mesh.world_size))
+
+
+def step_time(workload: Workload, hardware: Hardware, pp: int | None = None) -> StepTime:
+    """The step of ``workload`` on ``hardware``, and where its time goes at pipeline coordinate ``pp``.
+
+    Without ``pp``: at the one that works longest.
+    """
+    core = _core(workload, hardware)
+    coordinate = core.slowest if pp is None else pp
+    own = core.edges[coordinate]
+    parts = dict.fromkeys(PARTS, 0.0)
+    _add_work(parts, workload, hardware, coordinate)
+    # Blocks whose weights' part recomputes, as only a split backward does.
+    parts["recompute"] += max(0.0, core.busy[coordinate] - sum(parts.values()))
+    waiting = core.seconds - core.busy[coordinate] - own.seconds
+    if workload.mesh.degree("pp") > 1:
+        sent = core.seconds - core.edges[core.slowest].seconds - pipeline(workload, hardware, sending=False).makespan
+        parts["exposed pp"] = min(max(0.0, sent), waiting)
+        parts["bubble"] = waiting - parts["exposed pp"]
+    for name, seconds in own.exposed.items():
         parts[name] += seconds
-    parts["slowed by communication"] += edges.slowed
-    parts["optimizer"] += edges.optimizer
-    parts["host"] += hardware.host.step_ms * 1e-3
-    parts["slowest of many"] = _stragglers(hardware, mesh.world_size) * sum(parts.values())
-    seconds = sum(parts.values())
-    per_device = workload.tokens / seconds / mesh.world_size
+    parts["slowed by communication"] = own.slowed
+    parts["optimizer"] = own.optimizer
+    parts["host"] = hardware.host.step_ms * 1e-3
+    seconds = _expected(core.seconds, workload, hardware)
+    parts["slowest of many"] = seconds - core.seconds - parts["host"]
+    per_device = workload.tokens / seconds / workload.mesh.world_size
     mfu = per_device * flops_per_token(workload) / hardware.chip.peak(workload.compute)
-    assert n_stages == pp * workload.stages_per_rank, f"{n_stages} stages over {pp} ranks"
-    return StepTime(parts, per_device, mfu, bubble, slowest)
+    return StepTime(parts, per_device, mfu, core.bubble, coordinate)
+
+
+def _add_work(parts: dict[str, float], workload: Workload, hardware: Hardware, pp: int) -> None:
+    """A rank's forwards and backwards by part."""
+    work, extra = stages_work(workload, hardware), accumulation(workload, hardware)
+    for stage in held_stages(workload, pp):
+        for name, seconds in work[stage].parts.items():
+            parts[name] += seconds * workload.microbatches
+        parts["memory-bound operations"] += extra[stage] * workload.microbatches
+
+
+def collective_times(workload: Workload, hardware: Hardware, pp: int) -> tuple[CollectiveTime, ...]:
+    """Every kind of call by the rank at pipeline coordinate ``pp``; what is exposed adds up to the waterfall's parts.
+
+    Within a part the exposed time is shared out by how long the calls take.
+    """
+    parts, found = step_time(workload, hardware, pp).parts, traffic(workload, pp)
+    seconds = {one: seconds_of(workload.mesh, hardware, one) for one in found}
+    totals: dict[str, float] = {}
+    for one, calls in found.items():
+        totals[part_of(one)] = totals.get(part_of(one), 0.0) + calls * seconds[one]
+    return tuple(
+        CollectiveTime(one, calls, seconds[one], calls * seconds[one] * _share(parts, totals, part_of(one)))
+        for one, calls in sorted(found.items())
+    )
+
+
+def _share(parts: Mapping[str, float], totals: Mapping[str, float], name: str) -> float:
+    return parts[name] / totals[name] if totals[name] else 0.0
 
 
 def flops_per_token(workload: Workload) -> float:
@@ -135,250 +203,7 @@ def flops_per_token(workload: Workload) -> float:
     return 6.0 * multiplying + 12.0 * model.n_layers * model.n_heads * model.head_dim * workload.seq_len
 
 
-# Compute.
-
-
-@lru_cache(maxsize=16384)
-def _stage(hardware: Hardware, key: Workload, layers: int, first: bool, last: bool) -> Phases:
-    """One microbatch through a stage."""
-    phases = block(hardware, key)
-    forward, inputs, weights = phases.forward * layers, phases.inputs * layers, phases.weights * layers
-    again = phases.again * layers
-    embedding, output = ends(hardware, key)
-    for present, end in ((first, embedding), (last, output)):
-        if present:
-            forward, inputs, weights = forward + end.forward, inputs + end.inputs, weights + end.weights
-    return Phases(forward, inputs, weights, again)
-
-
-def stage_phases(workload: Workload, hardware: Hardware) -> tuple[Phases, ...]:
-    """One microbatch's work of every stage."""
-    key = key_of(workload)
-    final = len(workload.stage_layers) - 1
-    return tuple(
-        _stage(hardware, key, layers, index == 0, index == final) for index, layers in enumerate(workload.stage_layers)
-    )
-
-
-def stage_costs(workload: Workload, hardware: Hardware) -> tuple[StageSeconds, ...]:
-    """What the actions of every stage take.
-
-    Where backward is split, full recompute runs a block again for the inputs and once more for each of its
-    parameters: torch asks autograd for their gradients one by one.
-    """
-    split = SCHEDULES[workload.schedule].splits_backward if workload.mesh.degree("pp") > 1 else False
-    found = []
-    extra = accumulation(workload, hardware)
-    for index, phases in enumerate(stage_phases(workload, hardware)):
-        again = phases.again.seconds
-        repeated = again * PARAMETERS_OF_BLOCK if split and workload.recompute == "full" else 0.0
-        found.append(
-            StageSeconds(
-                phases.forward.seconds,
-                phases.inputs.seconds + again,
-                phases.weights.seconds + repeated + extra[index],
-                phases.backward.seconds + extra[index],
-            )
-        )
-    return tuple(found)
-
-
-PARAMETERS_OF_BLOCK = 9
-
-
-def accumulation(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
-    """Of every stage: adding a microbatch's gradients to those before, where they are kept whole."""
-    kept_whole = workload.system.sharding != "fsdp" or workload.mesh.degree("pp") > 1
-    if workload.microbatches == 1 or not kept_whole:
-        return (0.0,) * len(workload.stage_layers)
-    moved = DTYPE_BYTES[workload.compute] + 2 * DTYPE_BYTES[workload.reduce]
-    return tuple(
-        streaming_seconds(hardware.chip, units_of(workload, stage).total.whole * moved, 0)
-        for stage in range(len(workload.stage_layers))
-    )
-
-
-def _work_parts(phases: Phases, microbatches: int) -> dict[str, float]:
-    """A stage's work by part of the waterfall, over all its microbatches."""
-    once = phases.forward + phases.inputs + phases.weights
-    seconds = phases.forward.seconds + phases.backward.seconds
-    device = once.device + phases.again.device
-    return {
-        "ideal compute": once.ideal * microbatches,
-        "matmul shapes": once.matmul * microbatches,
-        "attention": once.attention * microbatches,
-        "memory-bound operations": once.memory * microbatches,
-        "recompute": phases.again.device * microbatches,
-        "exposed tp": once.communication * microbatches,
-        "launch overhead": (seconds - device) * microbatches,
-    }
-
-
-def _rank(workload: Workload, hardware: Hardware, pp: int) -> tuple[dict[str, float], Edges]:
-    """The compute of a rank by part, and its edges."""
-    parts: dict[str, float] = {}
-    phases, extra = stage_phases(workload, hardware), accumulation(workload, hardware)
-    for stage in held_stages(workload, pp):
-        for name, seconds in _work_parts(phases[stage], workload.microbatches).items():
-            parts[name] = parts.get(name, 0.0) + seconds
-        parts["memory-bound operations"] += extra[stage] * workload.microbatches
-    return parts, edges(workload, hardware, pp)
-
-
-# The pipeline.
-
-
-def pipeline(workload: Workload, hardware: Hardware) -> Timeline:
-    """The simulated pipeline of ``workload``, whose pp is above 1."""
-    return simulate(
-        workload.schedule,
-        workload.mesh.degree("pp"),
-        len(workload.stage_layers),
-        workload.microbatches,
-        stage_costs(workload, hardware),
-        send_seconds(workload, hardware),
-    )
-
-
-def send_seconds(workload: Workload, hardware: Hardware) -> float:
-    """A microbatch's activations to the next rank, by the slowest link that two neighbours have between them."""
-    tokens = workload.microbatch_size * workload.seq_len // workload.mesh.degree("cp")
-    size = tokens * workload.model.dim * DTYPE_BYTES[workload.compute]
-    if workload.system.sequence_parallel:
-        size //= workload.mesh.degree("tp")
-    return collective_seconds(hardware, "send", size, span(workload.mesh, "pp", hardware.inside.devices))
-
-
-def _sending(workload: Workload, hardware: Hardware) -> float:
-    """Messages on the way of the first microbatch down and of its gradient up."""
-    return 2 * (len(workload.stage_layers) - 1) * send_seconds(workload, hardware)
-
-
-# Data parallel and the end of the step.
-
-
-def edges(workload: Workload, hardware: Hardware, pp: int) -> Edges:
-    """What the rank at pipeline coordinate ``pp`` does besides forward and backward."""
-    if workload.system.sharding == "fsdp":
-        exposed, slowed = _fully_sharded(workload, hardware, pp)
-    else:
-        exposed, slowed = _replicated(workload, hardware, pp)
-    for name, seconds in _sums(workload, hardware, end_of_step(workload, pp)).items():
-        exposed[name] = exposed.get(name, 0.0) + seconds
-    return Edges(exposed, slowed, _optimizer(workload, hardware, pp))
-
-
-def _sums(workload: Workload, hardware: Hardware, traffic: Traffic) -> dict[str, float]:
-    """Seconds of collectives one after the other, by the part they belong to."""
-    found: dict[str, float] = {}
-    for collective, calls in traffic.items():
-        group = span(workload.mesh, collective.submesh, hardware.inside.devices)
-        seconds = calls * collective_seconds(hardware, collective.operation, collective.bytes, group)
-        name = part_of(collective)
-        found[name] = found.get(name, 0.0) + seconds
-    return found
-
-
-def part_of(collective: Collective) -> str:
-    """The part of the waterfall that a collective's exposed time belongs to."""
-    return f"exposed {collective.submesh.split(',')[0]}" if collective.submesh != "cp" else "exposed tp"
-
-
-def _hidden(seconds: float, beside: float) -> tuple[float, float]:
-    """Of communication next to compute: what is exposed, and the compute lost to the rest."""
-    hidden = min(seconds, OVERLAPPED * beside)
-    return seconds - hidden, SLOWED * hidden
-
-
-def _unit_seconds(workload: Workload, hardware: Hardware, unit: Unit) -> tuple[float, float, float]:
-    """Of a unit: its gather, the reduction of its gradients, their sum over replicas."""
-    return (
-        sum(_sums(workload, hardware, unshard(workload, unit, "forward")).values()),
-        sum(_sums(workload, hardware, reduction(workload, unit)).values()),
-        sum(_sums(workload, hardware, replicas(workload, unit)).values()),
-    )
-
-
-def _fully_sharded(workload: Workload, hardware: Hardware, pp: int) -> tuple[dict[str, float], float]:
-    """Gathers and reductions of FSDP units beside their neighbours' compute; the first gather and the last
-    reduction have none. Under pipelining both happen once a step, with nothing beside them."""
-    key = key_of(workload)
-    phases = block(hardware, key)
-    forward, backward = phases.forward.seconds, phases.backward.seconds
-    sharded = copied = slowed = 0.0
-    pipelined = workload.mesh.degree("pp") > 1
-    times = 1 if pipelined else workload.microbatches
-    for stage in held_stages(workload, pp):
-        units = units_of(workload, stage)
-        gather, reduce, replica = _unit_seconds(workload, hardware, units.block)
-        ends_gather, ends_reduce, ends_replica = _ends_seconds(workload, hardware, units.all)
-        staging = _staging(workload, hardware, units.total)
-        if pipelined:
-            sharded += units.blocks * (gather + reduce) + ends_gather + ends_reduce
-            copied += units.blocks * replica + ends_replica
-            slowed += staging
-            continue
-        again = gather if workload.reshard_after_forward else 0.0
-        exposed, lost = _hidden(units.blocks * gather, units.blocks * forward)
-        more, lost_more = _hidden(units.blocks * (again + reduce), units.blocks * backward)
-        sharded += times * (exposed + more + ends_gather + ends_reduce)
-        slowed += times * (lost + lost_more + staging)
-        exposed, lost = _hidden(units.blocks * replica, max(0.0, units.blocks * (backward - again - reduce)))
-        copied += exposed + ends_replica
-        slowed += lost
-    return {"exposed dp_shard": sharded, "exposed dp_replicate": copied}, slowed
-
-
-def _ends_seconds(
-    workload: Workload, hardware: Hardware, units: tuple[tuple[Unit, int], ...]
-) -> tuple[float, float, float]:
-    """Of the units beside the blocks: gathered first and reduced last, so that little hides them."""
-    found = [_unit_seconds(workload, hardware, unit) for unit, count in units if count == 1]
-    gather, reduce, replica = (sum(each) for each in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
-    return gather, reduce, replica
-
-
-def _staging(workload: Workload, hardware: Hardware, unit: Unit) -> float:
-    """Copies into and out of the buffers of gathers and reductions, on the compute stream."""
-    if workload.mesh.degree("dp_shard") == 1:
-        return 0.0
-    compute, reduce = DTYPE_BYTES[workload.compute], DTYPE_BYTES[workload.reduce]
-    gathers = 2 if workload.reshard_after_forward and workload.mesh.degree("pp") == 1 else 1
-    return streaming_seconds(hardware.chip, unit.whole * (gathers * 2 * compute + compute + reduce), 0)
-
-
-def _replicated(workload: Workload, hardware: Hardware, pp: int) -> tuple[dict[str, float], float]:
-    """Gradients summed beside the last microbatch's backward; ZeRO-1 gathers parameters after the update."""
-    phases, exposed, slowed = stage_phases(workload, hardware), {}, 0.0
-    for stage in held_stages(workload, pp):
-        for unit, count in units_of(workload, stage).all:
-            for collective, calls in replicas(workload, unit).items():
-                group = span(workload.mesh, collective.submesh, hardware.inside.devices)
-                seconds = calls * count * collective_seconds(hardware, collective.operation, collective.bytes, group)
-                name = part_of(collective)
-                if workload.system.overlap_data_parallel and collective.phase == "backward":
-                    share = count * unit.whole / max(1, units_of(workload, stage).total.whole)
-                    seconds, lost = _hidden(seconds, share * phases[stage].backward.seconds)
-                    slowed += lost
-                exposed[name] = exposed.get(name, 0.0) + seconds
-    return exposed, slowed
-
-
-def _optimizer(workload: Workload, hardware: Hardware, pp: int) -> float:
-    """Norm, clipping and AdamW over what the rank updates: reads and writes of gradients, moments and masters."""
-    mesh, system = workload.mesh, workload.system
-    total = sum(units_of(workload, stage).total.whole for stage in held_stages(workload, pp))
-    degree = mesh.degree("dp_shard")
-    if system.sharding != "fsdp":
-        degree = mesh.degree("dp_replicate", "dp_shard") if system.sharding == "optimizer" else 1
-    owned = total / degree
-    size = DTYPE_BYTES[workload.parameters]
-    norm = 3 * (owned if system.sharding == "fsdp" else total) * DTYPE_BYTES[workload.reduce]
-    update = 7 * owned * size + (2 * owned if system.separate_masters else 0)
-    return streaming_seconds(hardware.chip, norm + update, 20)
-
-
-def _stragglers(hardware: Hardware, world: int) -> float:
-    """How much slower the slowest of many alike devices is: the expected maximum of normal variables grows as
-    sqrt(2 ln n)."""
+def stragglers(hardware: Hardware, world: int) -> float:
+    """How much slower than the usual the slowest of many alike devices is: the expected maximum of n normal variables
+    is about sqrt(2 ln n) standard deviations."""
     return hardware.variation * sqrt(2 * log(world)) if world > 1 else 0.0

@@ -7,7 +7,7 @@ H query heads x head_dim, K kv heads x head_dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from koushi.hardware.collective import collective_seconds, span
@@ -15,7 +15,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.hardware.matmul import attention_seconds, matmul_seconds, streaming_seconds
 from koushi.mesh import MeshSpec
 from koushi.plan.communication import pieces
-from koushi.plan.workload import Transformer, Workload
+from koushi.plan.workload import Recompute, System, Transformer, Workload
 from koushi.traffic import DTYPE_BYTES, Traffic
 
 
@@ -56,12 +56,19 @@ class Work:
         )
 
     def __mul__(self, times: float) -> Work:
-        return Work(*(getattr(self, each.name) * times for each in fields(self)))
+        return Work(
+            self.ideal * times,
+            self.matmul * times,
+            self.attention * times,
+            self.memory * times,
+            self.communication * times,
+            self.host * times,
+        )
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Work of one microbatch, forward and backward; recompute's share of backward apart."""
+    """Work of one microbatch, forward and backward; what recompute adds to backward apart."""
 
     forward: Work
     inputs: Work
@@ -77,15 +84,44 @@ class Phases:
 def key_of(workload: Workload) -> Workload:
     """The workload reduced to what a microbatch's work depends on, to remember it by."""
     mesh = workload.mesh
-    return replace(
-        workload,
-        model=replace(workload.model, n_layers=1),
-        mesh=MeshSpec.of(tp=mesh.degree("tp"), cp=mesh.degree("cp")),
+    return _key(
+        workload.model,
+        workload.system,
+        mesh.degree("tp"),
+        mesh.degree("cp"),
+        workload.seq_len,
+        workload.microbatch_size,
+        workload.recompute,
+        workload.compute,
+    )
+
+
+@lru_cache(maxsize=16384)
+def _key(
+    model: Transformer,
+    system: System,
+    tp: int,
+    cp: int,
+    seq_len: int,
+    microbatch_size: int,
+    recompute: Recompute,
+    compute: str,
+) -> Workload:
+    return Workload(
+        model=replace(model, n_layers=1),
+        mesh=MeshSpec.of(tp=tp, cp=cp),
         stage_layers=(1,),
         schedule="1F1B",
+        seq_len=seq_len,
+        microbatch_size=microbatch_size,
         microbatches=1,
-        reshard_after_forward=True,
+        recompute=recompute,
+        compute=compute,
+        system=system,
     )
+
+
+# Matmuls and attention.
 
 
 Linear = tuple[int, int]
@@ -104,28 +140,41 @@ def _linears(model: Transformer, tp: int, fused: bool) -> Iterator[Linear]:
     yield ffn, model.dim
 
 
-def _matmul_dtype(workload: Workload) -> str:
-    return "float8" if workload.system.float8 else workload.compute
-
-
-def _dense(hardware: Hardware, workload: Workload, tokens: int, linear: Linear, transposed: str = "") -> Work:
-    """One matmul of a projection: forward, or the gradient of its ``inputs`` or its ``weights``."""
-    inputs, outputs = linear
-    shape = {"": (tokens, outputs, inputs), "inputs": (tokens, inputs, outputs), "weights": (outputs, inputs, tokens)}
-    dtype = _matmul_dtype(workload)
-    seconds = matmul_seconds(hardware.chip, *shape[transposed], dtype)
-    ideal = 2.0 * tokens * inputs * outputs / hardware.chip.peak(workload.compute)
+def _product(hardware: Hardware, key: Workload, shape: tuple[int, int, int], float8: bool) -> Work:
+    """A matmul [m, k] x [k, n] of a projection, given as m, n, k."""
+    m, n, k = shape
+    dtype = "float8" if float8 else key.compute
+    seconds = matmul_seconds(hardware.chip, m, n, k, dtype, newest=key.system.newest_libraries)
+    ideal = 2.0 * m * n * k / hardware.chip.peak(key.compute)
     return Work(ideal=ideal, matmul=seconds - ideal)
 
 
-def _attention(hardware: Hardware, workload: Workload, backward: bool) -> Work:
-    model, tp, cp = workload.model, workload.mesh.degree("tp"), workload.mesh.degree("cp")
-    chip, heads, length = hardware.chip, max(1, model.n_heads // tp), workload.seq_len
-    batch, dtype = workload.microbatch_size, workload.compute
+def _dense(hardware: Hardware, key: Workload, tokens: int, linear: Linear, float8: bool = False) -> tuple[Work, ...]:
+    """A projection's forward, the gradient of its input and that of its weight.
+
+    Float8: each operand is read for its largest value, read again and written in two layouts, a byte a value.
+    """
+    inputs, outputs = linear
+    forward = _product(hardware, key, (tokens, outputs, inputs), float8)
+    back = _product(hardware, key, (tokens, inputs, outputs), float8)
+    weights = _product(hardware, key, (outputs, inputs, tokens), float8)
+    if float8:
+        size = 2 * DTYPE_BYTES[key.compute] + 2
+        casts = tokens * inputs + inputs * outputs
+        forward += Work(memory=streaming_seconds(hardware.chip, size * casts, 4))
+        back += Work(memory=streaming_seconds(hardware.chip, size * tokens * outputs, 2))
+    return forward, back, weights
+
+
+def _attention(hardware: Hardware, key: Workload, backward: bool) -> Work:
+    model, tp, cp = key.model, key.mesh.degree("tp"), key.mesh.degree("cp")
+    chip, heads, length = hardware.chip, max(1, model.n_heads // tp), key.seq_len
+    batch, dtype = key.microbatch_size, key.compute
     passes = 2.5 if backward else 1.0
     ideal = 2.0 * passes * batch * heads * length * (length // cp) * model.head_dim / chip.peak(dtype)
-    if workload.system.flash_attention:
-        seconds = attention_seconds(chip, batch, heads, length // cp, length, model.head_dim, dtype, backward)
+    if key.system.flash_attention:
+        kernel = key.system.attention_kernel
+        seconds = attention_seconds(chip, batch, heads, length // cp, length, model.head_dim, dtype, backward, kernel)
         return Work(ideal=ideal, attention=seconds - ideal)
     products = matmul_seconds(chip, length // cp, length, model.head_dim, dtype, batch * heads)
     products += matmul_seconds(chip, length // cp, model.head_dim, length, dtype, batch * heads)
@@ -136,113 +185,124 @@ def _attention(hardware: Hardware, workload: Workload, backward: bool) -> Work:
     return Work(ideal=ideal, attention=seconds - ideal)
 
 
-def _elementwise(hardware: Hardware, workload: Workload) -> tuple[Work, Work]:
+# What only moves bytes.
+
+
+def _elementwise(hardware: Hardware, key: Workload) -> tuple[Work, Work]:
     """Of a block's forward and backward: norms, rotation, activation, residual sums.
 
     Passes count reads and writes of a value. Fused: what the arithmetic needs at least. Else every operation
     reads and writes on its own.
     """
-    model, tp, cp = workload.model, workload.mesh.degree("tp"), workload.mesh.degree("cp")
-    fused, size = workload.system.fused, DTYPE_BYTES[workload.compute]
-    tokens = workload.microbatch_size * workload.seq_len // cp
-    narrow = tokens * model.dim // (tp if workload.system.sequence_parallel else 1)
+    model, tp, cp = key.model, key.mesh.degree("tp"), key.mesh.degree("cp")
+    fused, size = key.system.fused, DTYPE_BYTES[key.compute]
+    tokens = key.microbatch_size * key.seq_len // cp
+    narrow = tokens * model.dim // (tp if key.system.sequence_parallel else 1)
     rotated = tokens * (model.n_heads + model.n_kv_heads) * model.head_dim // tp
     wide = tokens * model.ffn_dim // tp
-    norms = 2 * (2 if fused else 3)
+    norms = 2 * (2 if fused else 4)
     residual = 2 * (2 if fused else 3)
     rotation = 0 if model.learned_positions else (2 if fused else 10)
     activation = (3 if fused else 5) if model.gated else (2 if fused else 3)
     moved = size * (narrow * (norms + residual) + rotated * rotation + wide * activation)
     kernels = 6 if fused else 20
     forward = Work(memory=streaming_seconds(hardware.chip, moved, kernels))
-    return forward, Work(memory=streaming_seconds(hardware.chip, 1.8 * moved, 1.5 * kernels))
+    # The gradients that several projections send back to one input are added up, two at a time.
+    sums = 0 if key.system.fused_projections else (3 if model.gated else 2)
+    added = size * tokens * model.dim * 3 * sums
+    return forward, Work(memory=streaming_seconds(hardware.chip, 1.8 * moved + added, 1.5 * kernels + sums))
 
 
-def _communication(hardware: Hardware, workload: Workload, traffic: Traffic, beside: float) -> float:
-    """Exposed seconds of tp's collectives; where they overlap, all but the first part of each hides in ``beside``."""
-    tp = workload.mesh.degree("tp")
-    if tp == 1:
-        return 0.0
-    seconds = 0.0
+# What tensor parallel sends, and what the host does.
+
+
+def _communication(hardware: Hardware, key: Workload, traffic: Traffic, beside: float = 0.0) -> Work:
+    """tp's collectives, exposed; where they overlap, all but the first part of each hides in ``beside``.
+
+    Pieces along the sequence of several samples are not contiguous: they are copied besides.
+    """
+    seconds, copied, tp = 0.0, 0.0, key.mesh.degree("tp")
+    copies = key.microbatch_size > 1 and not key.system.sequence_first
     for collective, calls in traffic.items():
-        group = span(workload.mesh, collective.submesh, hardware.inside.devices)
+        if copies and collective.operation in ("all_gather", "reduce_scatter"):
+            copied += 2.0 * calls * collective.bytes
+        group = span(key.mesh, collective.submesh, hardware.inside.devices)
         seconds += calls * collective_seconds(hardware, collective.operation, collective.bytes, group)
-    if workload.system.overlap_tensor_parallel:
-        return max(seconds / tp, seconds - beside)
-    return seconds
+    if tp > 1 and key.system.overlap_tensor_parallel:
+        seconds = max(seconds / tp, seconds - beside)
+    return Work(communication=seconds, memory=copied / (hardware.chip.memory_bandwidth * hardware.chip.streaming))
 
 
-def _host(hardware: Hardware, workload: Workload, operations: float, collectives: float) -> Work:
+def _host(hardware: Hardware, operations: float, traffic: Traffic | None = None) -> Work:
     """A collective costs the host about as much as four operations."""
-    return Work(host=hardware.host.launch_us * 1e-6 * (operations + 4 * collectives))
+    calls = sum(traffic.values()) if traffic else 0
+    return Work(host=hardware.host.launch_us * 1e-6 * (operations + 4 * calls))
 
 
 @lru_cache(maxsize=16384)
 def block(hardware: Hardware, key: Workload) -> Phases:
     """Of one block. ``key`` comes from ``key_of``."""
-    model, tp, cp = key.model, key.mesh.degree("tp"), key.mesh.degree("cp")
-    tokens = key.microbatch_size * key.seq_len // cp
-    linears = list(_linears(model, tp, key.system.fused_projections))
-    forward = inputs = weights = Work()
-    for linear in linears:
-        forward += _dense(hardware, key, tokens, linear)
-        inputs += _dense(hardware, key, tokens, linear, "inputs")
-        weights += _dense(hardware, key, tokens, linear, "weights")
-    last = _dense(hardware, key, tokens, linears[-1])
+    system = key.system
+    tokens = key.microbatch_size * key.seq_len // key.mesh.degree("cp")
+    linears = list(_linears(key.model, key.mesh.degree("tp"), system.fused_projections))
+    dense = [_dense(hardware, key, tokens, linear, system.float8) for linear in linears]
+    products, inputs, weights = (sum(column, Work()) for column in zip(*dense, strict=True))
     attention = _attention(hardware, key, backward=False)
     cheap, cheap_backward = _elementwise(hardware, key)
     sent = pieces(key, 0)
-    operations = (14 if key.system.fused else 36) + len(linears)
-    calls = sum(sent.block_forward.values())
-    exposed = _communication(hardware, key, sent.block_forward, forward.device)
-    again = _again(key, forward, last, attention, cheap)
-    forward = forward + attention + cheap + Work(communication=exposed) + _host(hardware, key, operations, calls)
-    backward_calls = sum(sent.block_backward.values())
-    exposed = _communication(hardware, key, sent.block_backward, inputs.device + weights.device)
+    operations = system.host_operations or (14 if system.fused else 36) + len(linears)
+    forward = products + attention + cheap + _communication(hardware, key, sent.block_forward, products.device)
+    forward += _host(hardware, operations, None if system.host_operations else sent.block_forward)
+    beside = inputs.device + weights.device
     inputs = inputs + _attention(hardware, key, backward=True) + cheap_backward
-    inputs += Work(communication=exposed) + _host(hardware, key, operations, backward_calls)
-    weights += _host(hardware, key, len(linears), 0)
+    inputs += _communication(hardware, key, sent.block_backward, beside)
+    inputs += _host(hardware, operations, None if system.host_operations else sent.block_backward)
+    again = _again(key, products, dense[-1][0], attention, cheap)
     if key.recompute != "none":
-        again += _host(hardware, key, operations, 0)
-    return Phases(forward, inputs, weights, again * key.system.recompute_share)
+        again += _host(hardware, operations)
+    return Phases(forward, inputs, weights, again * system.recompute_share)
 
 
-def _again(key: Workload, linears: Work, last: Work, attention: Work, cheap: Work) -> Work:
+def _again(key: Workload, products: Work, last: Work, attention: Work, cheap: Work) -> Work:
     """What backward computes again: all but the last matmul, or the cheap part and the matmuls not kept."""
     if key.recompute == "none":
         return Work()
     if key.recompute == "full":
-        again = linears + last * -1 + attention + cheap
+        again = products + last * -1 + attention + cheap
     else:
-        again = linears * (1 - key.system.kept_matmuls) + cheap
+        again = products * (1 - key.system.kept_matmuls) + cheap
     return replace(again, ideal=0.0, matmul=again.matmul + again.ideal)
 
 
 @lru_cache(maxsize=16384)
 def ends(hardware: Hardware, key: Workload) -> tuple[Phases, Phases]:
     """Of the embedding; of the output projection with the loss."""
-    model, tp, cp = key.model, key.mesh.degree("tp"), key.mesh.degree("cp")
-    tokens = key.microbatch_size * key.seq_len // cp
-    size, chip, sent = DTYPE_BYTES[key.compute], hardware.chip, pieces(key, 0)
-    table = model.vocab_size // tp * model.dim
-    looked_up = streaming_seconds(chip, tokens * model.dim * size * 4, 4)
-    forward = Work(memory=looked_up, communication=_communication(hardware, key, sent.embedding_forward, 0.0))
-    # The gradient of a table is a table: zeros, then sums of the rows that occur.
-    zeros = streaming_seconds(chip, table * size, 1)
-    backward = Work(memory=looked_up + zeros, communication=_communication(hardware, key, sent.embedding_backward, 0.0))
-    embedding = Phases(
-        forward + _host(hardware, key, 6, sum(sent.embedding_forward.values())),
-        Work(),
-        backward + _host(hardware, key, 6, sum(sent.embedding_backward.values())),
-        Work(),
-    )
-    linear = (model.dim, model.vocab_size // tp)
+    return _embedding(hardware, key), _output(hardware, key)
+
+
+def _embedding(hardware: Hardware, key: Workload) -> Phases:
+    """Rows looked up; backward makes a table of zeros and adds the rows that occur."""
+    model, tp, chip, sent = key.model, key.mesh.degree("tp"), hardware.chip, pieces(key, 0)
+    tokens, size = key.microbatch_size * key.seq_len // key.mesh.degree("cp"), DTYPE_BYTES[key.compute]
+    rows = Work(memory=streaming_seconds(chip, tokens * model.dim * size * 4, 4))
+    table = Work(memory=streaming_seconds(chip, model.vocab_size // tp * model.dim * size, 1))
+    forward = rows + _communication(hardware, key, sent.embedding_forward) + _host(hardware, 6, sent.embedding_forward)
+    backward = rows + table + _communication(hardware, key, sent.embedding_backward)
+    return Phases(forward, Work(), backward + _host(hardware, 6, sent.embedding_backward), Work())
+
+
+def _output(hardware: Hardware, key: Workload) -> Phases:
+    """The projection to the vocabulary, never in float8, and the loss.
+
+    A logit is cast, read for the maximum, exponentiated, summed and, in backward, made a slope and cast again.
+    """
+    model, tp, chip, sent = key.model, key.mesh.degree("tp"), hardware.chip, pieces(key, 0)
+    tokens = key.microbatch_size * key.seq_len // key.mesh.degree("cp")
+    forward, inputs, weights = _dense(hardware, key, tokens, (model.dim, model.vocab_size // tp))
     logits = tokens * model.vocab_size // (tp if key.system.loss_parallel else 1)
-    passes = 14 if key.system.fused else 22
-    loss = Work(memory=streaming_seconds(chip, logits * passes, 12))
-    plain = replace(key, system=replace(key.system, float8=False))
-    forward = _dense(hardware, plain, tokens, linear) + loss + _host(hardware, key, 20, 3)
-    forward += Work(communication=_communication(hardware, key, sent.output_forward, 0.0))
-    inputs = _dense(hardware, plain, tokens, linear, "inputs") + loss * 0.6 + _host(hardware, key, 12, 1)
-    inputs += Work(communication=_communication(hardware, key, sent.output_backward, 0.0))
-    return embedding, Phases(forward, inputs, _dense(hardware, plain, tokens, linear, "weights"), Work())
+    moved = logits * (14 if key.system.fused else 22)
+    forward += Work(memory=streaming_seconds(chip, moved, 12)) + _host(hardware, 20, sent.output_forward)
+    forward += _communication(hardware, key, sent.output_forward)
+    inputs += Work(memory=streaming_seconds(chip, 0.6 * moved, 8)) + _host(hardware, 12, sent.output_backward)
+    inputs += _communication(hardware, key, sent.output_backward)
+    return Phases(forward, inputs, weights, Work())

@@ -15,7 +15,7 @@ from koushi.config.load import load
 from koushi.config.schema import ScheduleName
 from koushi.errors import ConfigError
 from koushi.job import Job
-from koushi.plan.layouts import RECOMPUTE, Layout, Question, layout_of, layouts, question_of
+from koushi.plan.layouts import MODES, Layout, Question, layout_of, layouts, question_of
 from koushi.plan.workload import of_job
 
 Combination = tuple[dict[str, Any], dict[str, Any]]
@@ -37,7 +37,7 @@ def combinations(devices: int, batch: int) -> Iterator[Combination]:
             continue
         schedules = product(get_args(ScheduleName), (1, 2, 3)) if pp > 1 else [("1F1B", 1)]
         for schedule, stages in schedules:
-            for size, recompute, reshard in product(range(1, batch + 1), RECOMPUTE, ("always", "never")):
+            for size, recompute, reshard in product(range(1, batch + 1), MODES, ("always", "never")):
                 parallelism = {
                     "tensor_parallel_degree": tp,
                     "pipeline_parallel_degree": pp,
