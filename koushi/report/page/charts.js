@@ -1,5 +1,5 @@
 // Bars, waterfall and timeline, all of figures that the plan has worked out.
-const SHADES = ["var(--state)", "var(--dp_replicate)", "var(--pp)", "var(--dp_shard)", "var(--cp)", "var(--tp)", "var(--fold)", "var(--waste)", "var(--compute)"];
+const SHADES = ["var(--state)", "var(--dp_replicate)", "var(--pp)", "var(--dp_shard)", "var(--cp)", "var(--tp)", "var(--fold)", "var(--waste)", "var(--compute)", "var(--soft)", "var(--ink)"];
 
 function bytesText(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];

@@ -10,7 +10,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.job import Job
 from koushi.plan.memory import Memory
 from koushi.plan.plan import Plan, SubmeshUse, plan
-from koushi.plan.step_time import pipeline
+from koushi.plan.stage_time import pipeline
 from koushi.plan.workload import of_job
 
 KINDS = tuple(field.name for field in fields(Memory) if field.name != "moment")

@@ -40,7 +40,7 @@ def _figures(run: Measured) -> str:
         (f"{last['step']:,}", said("steps", "ステップ")),
         (f"{last['loss']:.4f}", said("last loss", "最後の損失")),
         (f"{run.rate:,.0f}", said("tokens/s", "トークン/秒")),
-        (seconds_text(run.step_seconds), said("a step (median)", "1 ステップ（中央値）")),
+        (seconds_text(run.step_seconds), said("a step (median)", "1 ステップの中央値")),
         (seconds_text(last["elapsed_seconds"]), said("in all", "全体")),
         (count_text(last["samples"]), said("samples read", "読んだサンプル")),
     ]
@@ -106,10 +106,11 @@ def _against(run: Measured) -> str:
 
 def _compared(name: str, predicted: float, measured: float | None, text: Callable[[float], str]) -> str:
     if measured is None:
-        found, ratio = said("not measured: debug.audit was off", "未計測（debug.audit が off）"), ""
+        found, ratio = said("not measured: debug.audit was off", "未計測。debug.audit が off"), ""
     else:
         found, ratio = text(measured), f"{measured / predicted:.2f}" if predicted else ""
-    return f'<tr><td>{name}</td><td class="n">{text(predicted)}</td><td class="n">{found}</td><td class="n">{ratio}</td></tr>'
+    numbers = "".join(f'<td class="n">{one}</td>' for one in (text(predicted), found, ratio))
+    return f"<tr><td>{name}</td>{numbers}</tr>"
 
 
 def _most_memory(run: Measured) -> float | None:
@@ -144,7 +145,7 @@ def _ranks(run: Measured) -> str:
     )
     more = len(order) - len(shown)
     rest = (
-        f'<p class="hint">{said(f"and {more} more, which waited longer", f"ほか {more}（より長く待った）")}</p>'
+        f'<p class="hint">{said(f"and {more} more, which waited longer", f"ほか {more} ランクはより長く待った")}</p>'
         if more
         else ""
     )
