@@ -1,16 +1,12 @@
-"""The peak bf16 rate of the device that a run finds itself on, for model FLOPs utilisation. No torch."""
+"""The hardware that a run finds itself on, by what torch calls its device. No torch."""
 
 from __future__ import annotations
 
-from koushi.hardware.hardware import load, names
+from koushi.hardware.hardware import Hardware, load, names
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense FLOP/s of the part that torch calls ``device_name``; None where no hardware file knows it.
-
-    >>> peak_flops("NVIDIA H100 80GB HBM3")
-    989000000000000.0
-    """
+def hardware_of(device_name: str) -> Hardware | None:
+    """The shipped hardware whose part torch calls ``device_name``; None where no file knows it."""
     if not device_name:
         return None
     matches = {
@@ -19,4 +15,14 @@ def peak_flops(device_name: str) -> float | None:
         for word in hardware.device_names
         if all(piece in device_name for piece in word.split())
     }
-    return matches[max(matches, key=len)].chip.peak("bfloat16") if matches else None
+    return matches[max(matches, key=len)] if matches else None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of the part that torch calls ``device_name``, for model FLOPs utilisation.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3")
+    989000000000000.0
+    """
+    hardware = hardware_of(device_name)
+    return None if hardware is None else hardware.chip.peak("bfloat16")

@@ -1,0 +1,107 @@
+"""What was predicted of a run against what it measures: ``predicted.json``, ``ranks.jsonl`` and one line at the end."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from koushi.hardware.hardware import Hardware, load
+from koushi.hardware.peaks import hardware_of
+from koushi.job import Job
+from koushi.parallel import arrivals
+from koushi.plan.plan import plan
+from koushi.plan.workload import of_job
+from koushi.train.metrics import peak_memory
+from koushi.units import bytes_text, seconds_text
+
+EVERY = 50
+"""Steps between two rows of every rank's figures; the last step has one too."""
+
+
+def assumed_hardware(job: Job, device_name: str) -> Hardware | None:
+    """What the run file names; else what the device is, ``cpu`` where ``device_name`` is empty."""
+    if job.config.run.hardware is not None:
+        return load(job.config.run.hardware)
+    return hardware_of(device_name) if device_name else load("cpu")
+
+
+def predicted(job: Job, hardware: Hardware) -> dict[str, Any]:
+    """The plan's figures that a run can be held against; bytes are what the busiest rank sends in a step."""
+    planned = plan(of_job(job), hardware)
+    sent: dict[str, float] = defaultdict(float)
+    for use in planned.submeshes:
+        sent[use.name] += sum(one.collective.wire_bytes(use.degree) * one.calls for one in use.calls)
+    return {
+        "hardware": hardware.name,
+        "step_seconds": planned.time.seconds,
+        "memory_bytes": planned.memory.reserved,
+        "bytes": dict(sent),
+    }
+
+
+@final
+class Outcome:
+    """Gathers every rank's figures now and then; rank 0 keeps them beside what was predicted."""
+
+    def __init__(self, job: Job, device: torch.device, folder: Path, device_name: str):
+        self._job = job
+        self._device = device
+        self._folder = folder
+        self._before = 0 if device.type == "cuda" else peak_memory(device)
+        self._waited, self._step = 0.0, 0
+        self._seconds: list[float] = []
+        self._predicted: dict[str, Any] | None = None
+        hardware = assumed_hardware(job, device_name)
+        if dist.get_rank() == 0 and hardware is not None:
+            self._predicted = predicted(job, hardware)
+            (folder / "predicted.json").write_text(json.dumps(self._predicted) + "\n", encoding="utf-8")
+
+    def begin(self, step: int) -> None:
+        """Training goes on from ``step`` steps."""
+        self._step, self._waited = step, arrivals.waited_seconds()
+
+    def reported(self, step_seconds: float) -> None:
+        self._seconds.append(step_seconds)
+
+    def after_step(self, step: int) -> None:
+        """Called by every rank after each step, from 1."""
+        last = step == self._job.config.training.steps
+        if step % EVERY and not last:
+            return
+        waited = arrivals.waited_seconds()
+        mine = ((waited - self._waited) / max(1, step - self._step), float(peak_memory(self._device) - self._before))
+        self._waited, self._step = waited, step
+        row = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        every = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, row)
+        if dist.get_rank() == 0:
+            self._write(step, torch.stack(every).tolist())
+            if last and self._predicted is not None:
+                print(self._compared(max(float(one[1]) for one in every)), flush=True)
+
+    def _write(self, step: int, figures: list[list[float]]) -> None:
+        mesh = self._job.mesh
+        row = {
+            "step": step,
+            "waited_seconds": [waited for waited, _ in figures],
+            "memory_bytes": [memory for _, memory in figures],
+            "coordinates": [mesh.describe(rank) for rank in range(mesh.world_size)],
+        }
+        with (self._folder / "ranks.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _compared(self, memory: float) -> str:
+        """One line for people."""
+        assert self._predicted is not None, "there is nothing to compare with"
+        step = median(self._seconds[1:] or self._seconds) if self._seconds else float("nan")
+        return (
+            f"predicted for {self._predicted['hardware']}: {seconds_text(self._predicted['step_seconds'])} a step, "
+            f"{bytes_text(self._predicted['memory_bytes'])} at most on a rank; "
+            f"measured: {seconds_text(step)}, {bytes_text(memory)}"
+        )
