@@ -104,7 +104,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert ended(name, "--help") == 0
     out = capsys.readouterr().out
     reads_run_files = any(parameter.name == "arguments" for parameter in commands.commands[name].params)
-    assert f"Example:\n    koushi {name} {'examples/' if reads_run_files else ''}" in out
+    assert f"Example:\n    koushi {name}{' examples/' if reads_run_files else ''}" in out
     assert ("--tp" in out) is reads_run_files
 
 

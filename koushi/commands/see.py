@@ -75,3 +75,25 @@ def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str,
     run_file = load(run_path, overrides)
     job = check(run_file, world)
     click.echo(resolved_text(job.config, sources(run_file, job) if explain else None), nl=False)
+
+
+@click.command()
+@click.option("--gpu", is_flag=True, help="Also ask torch, which takes seconds.")
+def env(gpu: bool) -> None:
+    """Print versions, machine and settings, for a bug report.
+
+    Values of variables that could hold a secret are left out.
+
+    \b
+    Example:
+      koushi env
+      koushi env --gpu
+    """
+    from koushi.setup.environment import environment_text
+
+    devices = None
+    if gpu:
+        from koushi.train.devices import devices_text
+
+        devices = devices_text()
+    click.echo(environment_text(devices))
