@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from koushi.config.overrides import split_run_path
+from koushi.report.words import encodable
 
 OVERRIDES = """
     Values of the run file can be given here: section.key=value, --section.key value,
@@ -49,6 +50,7 @@ def split(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(run_path), overrides
 
 
-def encoding() -> str | None:
-    """Of standard output; None where it is closed."""
-    return sys.stdout.encoding if sys.stdout is not None else None
+def show(text: str, newline: bool = True) -> None:
+    """Print ``text`` with characters that standard output has."""
+    encoding = sys.stdout.encoding if sys.stdout is not None else None
+    click.echo(encodable(text, encoding), nl=newline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from koushi.commands.group import RUN_FILE_SETTINGS, encoding, split
+from koushi.commands.group import RUN_FILE_SETTINGS, show, split
 
 
 @click.command(context_settings=RUN_FILE_SETTINGS)
@@ -33,7 +33,6 @@ def mesh(
     from koushi.config.load import load
     from koushi.report.mesh_text import mesh_text
     from koushi.report.rank_text import rank_text
-    from koushi.report.words import encodable
 
     if rank is None and (parameters or step is not None):
         raise click.UsageError("--parameter and --step explain one rank: add --rank R")
@@ -43,7 +42,7 @@ def mesh(
         text = mesh_text(job, node_size)
     else:
         text = rank_text(job, rank, node_size, parameters, 1 if step is None else step)
-    click.echo(encodable(text, encoding()))
+    show(text)
 
 
 @click.command(context_settings=RUN_FILE_SETTINGS)
@@ -69,12 +68,12 @@ def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str,
     from koushi.config.write import resolved_text
 
     if schema:
-        click.echo(schema_text(arguments))
+        show(schema_text(arguments))
         return
     run_path, overrides = split(arguments)
     run_file = load(run_path, overrides)
     job = check(run_file, world)
-    click.echo(resolved_text(job.config, sources(run_file, job) if explain else None), nl=False)
+    show(resolved_text(job.config, sources(run_file, job) if explain else None), newline=False)
 
 
 @click.command()
@@ -96,4 +95,4 @@ def env(gpu: bool) -> None:
         from koushi.train.devices import devices_text
 
         devices = devices_text()
-    click.echo(environment_text(devices))
+    show(environment_text(devices))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import RUN_FILE_SETTINGS, split
+from koushi.commands.group import RUN_FILE_SETTINGS, show, split
 
 
 @click.command()
@@ -27,7 +27,7 @@ def init(path: Path, model: str, gpus: int | None) -> None:
     """
     from koushi.setup.run_file import init as run
 
-    click.echo(run(path, model, gpus))
+    show(run(path, model, gpus))
 
 
 @click.command(context_settings=RUN_FILE_SETTINGS)
@@ -63,6 +63,6 @@ def launch(nodes: int, backend: str, gpus_per_node: int, arguments: tuple[str, .
 
     run_path, overrides = split(arguments)
     described = made(run_path, overrides, nodes, gpus_per_node)
-    click.echo(BACKENDS[backend](described), nl=False)
+    show(BACKENDS[backend](described), newline=False)
     for note in notes(described):
         click.echo(f"note: {note}", err=True)
