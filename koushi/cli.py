@@ -26,8 +26,9 @@ def commands() -> None:
 
     \b
     Example:
-      koushi check examples/debug.yaml
-      koushi train examples/debug.yaml
+      koushi init run.yaml
+      koushi mesh run.yaml
+      koushi train run.yaml
     """
 
 

@@ -11,7 +11,9 @@ from koushi.commands.group import RUN_FILE_SETTINGS, show, split
 @click.option("--rank", type=int, metavar="R", help="Explain this rank instead of drawing them all.")
 @click.option("--parameter", "parameters", multiple=True, metavar="NAME", help="With --rank: its slice of NAME.")
 @click.option("--step", type=int, metavar="N", help="With --rank: the samples it reads in step N.  [default: 1]")
-@click.option("--node-size", type=click.IntRange(min=1), default=8, show_default=True, help="Devices of one node.")
+@click.option(
+    "--node-size", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Devices of one node."
+)
 @click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def mesh(
@@ -22,7 +24,10 @@ def mesh(
     world: int | None,
     arguments: tuple[str, ...],
 ) -> None:
-    """Draw the lattice: nodes, ranks, the groups of every sub-mesh and the links they use.
+    """Draw the lattice: nodes, ranks, groups and links.
+
+    Of many nodes that are alike the first and the last are drawn. With --rank: one rank's groups, stages,
+    samples and parts of parameters.
 
     \b
     Example:
@@ -51,9 +56,10 @@ def mesh(
 @click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str, ...]) -> None:
-    """Print a run file with nothing left open: defaults, presets and overrides filled in.
+    """Print a run file with nothing left open.
 
-    What is printed is a run file itself, its explanations comments in it.
+    Defaults, presets, overrides and what follows from them are filled in. What is printed is a run file
+    itself; --explain adds comments.
 
     \b
     Example:

@@ -16,9 +16,10 @@ from koushi.commands.group import RUN_FILE_SETTINGS, show, split
 )
 @click.argument("path", type=click.Path(path_type=Path), metavar="RUN.yaml")
 def init(path: Path, model: str, gpus: int | None) -> None:
-    """Write a new run file that works as it is, each value with what it means.
+    """Write a new run file that works as it is.
 
-    A file that is there already is left alone. llama3-debug trains on a laptop.
+    Every value stands with what it means. A file that is there already is left alone. llama3-debug trains on
+    a laptop.
 
     \b
     Example:
