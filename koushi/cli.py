@@ -8,36 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, NoReturn
 
 import click
 
 from koushi import __version__
-from koushi.config.overrides import split_run_path
+from koushi.commands import see, start
+from koushi.commands.group import RUN_FILE_SETTINGS, Commands, explain_overrides, split
 from koushi.errors import KoushiError
-
-OVERRIDES = """
-    Values of the run file can be given here: section.key=value, --section.key value,
-    --tp, --pp, --dp-shard, --dp-replicate.
-"""
-
-_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-
-
-class Commands(click.Group):
-    """A group that suggests the nearest command for an unknown one."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
-            close = get_close_matches(name, self.commands, n=1, cutoff=0.5)
-            guess = f"did you mean {close[0]}? " if close else ""
-            ctx.fail(f"no such command: {name}; {guess}The commands are {', '.join(self.commands)}")
-        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,12 +26,13 @@ def commands() -> None:
 
     \b
     Example:
-      koushi check examples/debug.yaml
-      koushi train examples/debug.yaml
+      koushi init run.yaml
+      koushi mesh run.yaml
+      koushi train run.yaml
     """
 
 
-@commands.command(context_settings=_ARGUMENTS)
+@commands.command(context_settings=RUN_FILE_SETTINGS)
 @click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def check(world: int | None, arguments: tuple[str, ...]) -> None:
@@ -69,11 +49,11 @@ def check(world: int | None, arguments: tuple[str, ...]) -> None:
     from koushi.check.summary import summary
     from koushi.config.load import load
 
-    run_path, overrides = _split(arguments)
+    run_path, overrides = split(arguments)
     click.echo(summary(checked(load(run_path, overrides), world)))
 
 
-@commands.command(context_settings=_ARGUMENTS)
+@commands.command(context_settings=RUN_FILE_SETTINGS)
 @click.option(
     "--resume", metavar="auto|never|PATH", help="Go on from the run's newest checkpoint, begin anew, or from PATH."
 )
@@ -99,11 +79,11 @@ def train(resume: str | None, max_restarts: int, arguments: tuple[str, ...]) -> 
     """
     from koushi.train.command import train as run
 
-    run_path, overrides = _split(arguments)
+    run_path, overrides = split(arguments)
     run(run_path, overrides if resume is None else [*overrides, f"run.resume={resume}"], max_restarts)
 
 
-@commands.command(context_settings=_ARGUMENTS)
+@commands.command(context_settings=RUN_FILE_SETTINGS)
 @click.option(
     "--precision",
     type=click.Choice(["float32", "float64"]),
@@ -122,7 +102,7 @@ def verify(steps: int, precision: Literal["float32", "float64"], arguments: tupl
     """
     from koushi.verify.command import verify as run
 
-    run_path, overrides = _split(arguments)
+    run_path, overrides = split(arguments)
     run(run_path, overrides, steps, precision)
 
 
@@ -241,8 +221,9 @@ def inspect(path: Path, tensors: bool) -> None:
     run(path, tensors)
 
 
-for _command in (check, train, verify):
-    _command.epilog = " ".join(OVERRIDES.split())
+for _command in (see.mesh, see.config, start.init, start.launch, see.env):
+    commands.add_command(_command)
+explain_overrides(commands)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -272,10 +253,3 @@ def _run(arguments: Sequence[str] | None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-
-
-def _split(arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    run_path, overrides = split_run_path(arguments)
-    if run_path is None:
-        raise click.UsageError("no run file was named, such as examples/debug.yaml")
-    return Path(run_path), overrides

@@ -20,8 +20,13 @@ LAYERS: dict[int, tuple[str, ...]] = {
     3: ("models", "data", "optim", "loss", "plan", "job", "check"),
     4: ("parallel", "checkpoint"),
     5: ("train",),
+<<<<<<< HEAD
     6: ("verify", "dryrun", "report", "generate", "accuracy"),
     7: ("cli", "__main__"),
+=======
+    6: ("verify", "dryrun", "report", "setup", "generate"),
+    7: ("commands", "cli", "__main__"),
+>>>>>>> main
 }
 """The parts of the package, the first piece of a module's name, by layer."""
 
@@ -40,10 +45,18 @@ WITHOUT_TORCH = (
     "plan",
     "job",
     "check",
+<<<<<<< HEAD
     "accuracy",
+=======
+    "report",
+    "setup",
+>>>>>>> main
 )
 """Parts that import no torch, and nothing that does; besides them the files below of every model."""
 MODEL_FILES_WITHOUT_TORCH = ("sizes", "layout", "hf", "hf_folder")
+
+LAZY = ("cli", "commands")
+"""Parts that import what a command runs only when it runs."""
 
 LONGEST = 500
 
@@ -178,12 +191,12 @@ def technique(name: str, techniques: set[str]) -> str | None:
 
 
 def hidden(tree: Tree) -> list[str]:
-    """Imports inside a function, but for cli.py's."""
+    """Imports inside a function, but for the command line's."""
     return [
-        f"{module.at(each.line)}: imports {each.target} inside a function; only cli.py may"
+        f"{module.at(each.line)}: imports {each.target} inside a function; only cli.py and commands/ may"
         for module in tree.modules.values()
         for each in module.imports
-        if each.in_function and module.name != "cli"
+        if each.in_function and module.part not in LAZY
     ]
 
 

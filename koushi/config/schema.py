@@ -26,16 +26,20 @@ MasterDtype = Literal["float32", "float64"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RopeScaling(Section):
     """Llama 3.1's stretching of rotary frequencies to longer sequences."""
 
     factor: Positive = 8.0
+    """How many times as long the longest wavelengths become."""
     low_freq_factor: Positive = 1.0
+    """Wavelengths above original_max_seq_len / low_freq_factor are stretched in full."""
     high_freq_factor: Positive = 4.0
+    """Wavelengths below original_max_seq_len / high_freq_factor stay as they are."""
     original_max_seq_len: Count = 8192
+    """Tokens of a sample before the stretching."""
 
 
 class Model(Section):
@@ -46,9 +50,11 @@ class Model(Section):
     hf: str | None = None
     """A Hugging Face folder whose weights the run starts from; the sizes are then its own. Relative to the run file."""
     vocab_size: Count | None = None
+    """Token ids that the model knows."""
     dim: Count | None = None
     """Width of the residual stream."""
     n_layers: Count | None = None
+    """Transformer blocks."""
     n_heads: Count | None = None
     """Query heads."""
     n_kv_heads: Count | None = None
@@ -58,7 +64,9 @@ class Model(Section):
     tie_embeddings: Flag | None = None
     """Whether the output projection is the token embedding."""
     norm_eps: Positive | None = None
+    """Added to the mean square in RMSNorm."""
     rope_theta: Positive | None = None
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
 
 
@@ -66,14 +74,18 @@ class Parallelism(Section):
     """Degrees of the mesh, outermost dim first, and how each technique works."""
 
     pipeline_parallel_degree: Count = 1
+    """pp: how many ranks the layers are divided over."""
     data_parallel_replicate_degree: Count = 1
+    """dp_replicate: whole copies of the model, each on samples of its own."""
     data_parallel_shard_degree: Annotated[int, Field(strict=True)] = 1
-    """-1: what is left of the world."""
+    """dp_shard: copies that share out their parameters (FSDP); -1: what is left of the world."""
     tensor_parallel_degree: Count = 1
+    """tp: how many pieces every matrix is cut into; activations in between are cut along the sequence."""
     world_size: Count | None = None
     """Devices in all; empty: the product of the degrees, or what the launcher started."""
 
     pipeline_parallel_schedule: ScheduleName = "1F1B"
+    """The order in which microbatches go through the stages, and what it asks of their number."""
     pipeline_parallel_stages_per_rank: Count | None = None
     """Virtual stages; empty: 1, or 2 for schedules that need several."""
     pipeline_parallel_layers_per_stage: tuple[Natural, ...] | None = None
@@ -83,6 +95,8 @@ class Parallelism(Section):
 
 
 class Training(Section):
+    """The batch of a step, the length of the run, and memory against time."""
+
     seq_len: Count = 512
     """Tokens of one sample."""
     global_batch_size: Count = 8
@@ -90,7 +104,9 @@ class Training(Section):
     microbatch_size: Count = 1
     """Samples of one forward pass on one device."""
     steps: Count = 50
+    """Optimizer steps of the whole run."""
     seed: Natural = 0
+    """Initial weights and the order of samples follow from it, on any layout alike."""
     max_grad_norm: Positive | None = 1.0
     """Gradients are scaled down to this norm; empty: never."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -100,6 +116,8 @@ class Training(Section):
 
 
 class Precision(Section):
+    """The dtypes of what is kept, computed and sent."""
+
     parameters: MasterDtype = "float32"
     """Master parameters and optimizer state."""
     compute: DtypeName = "float32"
@@ -109,26 +127,38 @@ class Precision(Section):
 
 
 class Optimizer(Section):
+    """AdamW (arXiv 1711.05101)."""
+
     name: Literal["AdamW"] = "AdamW"
+    """The only one there is."""
     lr: Positive = 1e-3
+    """The learning rate after warm-up, its peak."""
     beta1: Beta = 0.9
+    """How slowly the running mean of gradients moves."""
     beta2: Beta = 0.95
+    """How slowly the running mean of squared gradients moves."""
     eps: Positive = 1e-8
+    """Added to the root of that mean."""
     weight_decay: NonNegative = 0.1
     """Applies to matrices; norm weights are not decayed."""
 
 
 class LrSchedule(Section):
-    """Linear warm-up, a stable part, then decay to ``min_lr_ratio`` of the peak."""
+    """Linear warm-up, a stable part, then decay to a share of the peak."""
 
     warmup_steps: Natural = 0
+    """Steps in which the rate rises from near 0."""
     decay: Literal["none", "linear", "cosine"] = "cosine"
+    """How it falls."""
     decay_fraction: Fraction = 1.0
     """Share of the steps after warm-up that decay; the part before is stable."""
     min_lr_ratio: Fraction = 0.1
+    """Where it ends, as a share of optimizer.lr."""
 
 
 class Data(Section):
+    """What the run reads: text with a tokenizer, or token ids."""
+
     source: Literal["embedded", "text", "jsonl", "parquet", "tokens", "synthetic"] = "embedded"
     """embedded: text that ships with Python; tokens: .bin files of token ids; synthetic: random ids."""
     path: str | None = None
@@ -150,6 +180,8 @@ class Data(Section):
 
 
 class Validation(Section):
+    """The loss on samples that are never trained on."""
+
     every: Natural = 0
     """Steps between validations; 0: never."""
     batches: Count = 4
@@ -157,6 +189,8 @@ class Validation(Section):
 
 
 class Metrics(Section):
+    """What is told of a run while it goes."""
+
     every: Count = 1
     """Steps between progress lines."""
     tensorboard: Flag = False
@@ -177,6 +211,8 @@ class Checkpoint(Section):
 
 
 class Run(Section):
+    """Where the run writes, what it goes on from, and how it starts and ends."""
+
     folder: str | None = None
     """Where the run writes; empty: runs/<name of the run file>, relative to the current folder."""
     resume: str = "auto"
@@ -185,8 +221,12 @@ class Run(Section):
     grace: Positive = 30.0
     """Seconds after SIGTERM in which a run with checkpoints finishes its step, saves and exits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+<<<<<<< HEAD
     hardware: str | None = None
     """What ``koushi plan`` assumes: a name that ``koushi hardware`` knows, or a file, relative to the run file."""
+=======
+    """auto: cuda where torch sees a GPU, else cpu."""
+>>>>>>> main
     timeout: Annotated[float, Field(ge=1, le=604_800, allow_inf_nan=False)] = 600.0
     """Seconds that a collective may take before the run is given up."""
 

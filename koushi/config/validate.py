@@ -95,7 +95,7 @@ def _wrong(tree: Tree, location: tuple[int | str, ...]) -> None:
     key = ".".join(names)
     tree.spoilt.add(key)
     entry = _entry(tree.branch, location)
-    schema = _at(names)
+    schema = schema_at(names)
     if len(names) < len(location):
         schema = schema["items"]
         item = location[-1]
@@ -113,7 +113,7 @@ def _wrong(tree: Tree, location: tuple[int | str, ...]) -> None:
         legal = f"{guess}The choices are {listed}" if guess else f"the choices are {listed}"
         tree.found.append(Found(entry.place, key, what, legal))
         return
-    legal = f"{_needed(schema)} is needed"
+    legal = f"{needed(schema)} is needed"
     if isinstance(value, str) and schema.get("type") in ("integer", "number") and _is_number(value):
         legal += ", without quotes"
     elif isinstance(value, float) and value.is_integer() and abs(value) < 1e15 and schema.get("type") == "integer":
@@ -126,14 +126,14 @@ def _is_number(text: str) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _needed(schema: Schema) -> str:
+def needed(schema: Schema) -> str:
     kind = schema.get("type")
     if kind == "boolean":
         return "true or false"
     if kind == "string":
         return "a string"
     if kind == "array":
-        return f"a list, each item {_needed(schema['items'])},"
+        return f"a list, each item {needed(schema['items'])},"
     if kind == "object":
         return "a section of keys"
     word = "an integer" if kind == "integer" else "a finite number"
@@ -202,7 +202,7 @@ def _resolved(schema: Schema) -> Schema:
     return schema
 
 
-def _at(names: tuple[str, ...]) -> Schema:
+def schema_at(names: tuple[str, ...]) -> Schema:
     schema = _whole()
     for name in names:
         schema = _resolved(schema["properties"][name])

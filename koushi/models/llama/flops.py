@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 
 from koushi.models.llama.layout import EMBEDDING, parameters
 from koushi.models.llama.sizes import LlamaSize
 
 
+@cache
 def parameter_count(size: LlamaSize) -> int:
     return sum(prod(parameter.shape) for parameter in parameters(size).values())
 

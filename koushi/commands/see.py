@@ -1,0 +1,104 @@
+"""Commands that show what a run file means: the lattice, every value and where it comes from, the machine."""
+
+from __future__ import annotations
+
+import click
+
+from koushi.commands.group import RUN_FILE_SETTINGS, show, split
+
+
+@click.command(context_settings=RUN_FILE_SETTINGS)
+@click.option("--rank", type=int, metavar="R", help="Explain this rank instead of drawing them all.")
+@click.option("--parameter", "parameters", multiple=True, metavar="NAME", help="With --rank: its slice of NAME.")
+@click.option("--step", type=int, metavar="N", help="With --rank: the samples it reads in step N.  [default: 1]")
+@click.option(
+    "--node-size", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Devices of one node."
+)
+@click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
+def mesh(
+    rank: int | None,
+    parameters: tuple[str, ...],
+    step: int | None,
+    node_size: int,
+    world: int | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Draw the lattice: nodes, ranks, groups and links.
+
+    Of many nodes that are alike the first and the last are drawn. With --rank: one rank's groups, stages,
+    samples and parts of parameters.
+
+    \b
+    Example:
+      koushi mesh examples/llama_128.yaml
+      koushi mesh examples/llama_128.yaml --rank 37 --parameter output.weight
+    """
+    from koushi.check.check import check
+    from koushi.config.load import load
+    from koushi.report.mesh_text import mesh_text
+    from koushi.report.rank_text import rank_text
+
+    if rank is None and (parameters or step is not None):
+        raise click.UsageError("--parameter and --step explain one rank: add --rank R")
+    run_path, overrides = split(arguments)
+    job = check(load(run_path, overrides), world)
+    if rank is None:
+        text = mesh_text(job, node_size)
+    else:
+        text = rank_text(job, rank, node_size, parameters, 1 if step is None else step)
+    show(text)
+
+
+@click.command(context_settings=RUN_FILE_SETTINGS)
+@click.option("--explain", is_flag=True, help="Say of every value where it comes from.")
+@click.option("--schema", is_flag=True, help="Print every key with default, meaning and type; KEY... picks some.")
+@click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
+def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str, ...]) -> None:
+    """Print a run file with nothing left open.
+
+    Defaults, presets, overrides and what follows from them are filled in. What is printed is a run file
+    itself; --explain adds comments.
+
+    \b
+    Example:
+      koushi config examples/debug.yaml --tp 1 --explain
+      koushi config --schema
+      koushi config --schema optimizer training.seq_len
+    """
+    from koushi.check.check import check
+    from koushi.check.explain import sources
+    from koushi.config.describe import schema_text
+    from koushi.config.load import load
+    from koushi.config.write import resolved_text
+
+    if schema:
+        show(schema_text(arguments))
+        return
+    run_path, overrides = split(arguments)
+    run_file = load(run_path, overrides)
+    job = check(run_file, world)
+    show(resolved_text(job.config, sources(run_file, job) if explain else None), newline=False)
+
+
+@click.command()
+@click.option("--gpu", is_flag=True, help="Also ask torch, which takes seconds.")
+def env(gpu: bool) -> None:
+    """Print versions, machine and settings, for a bug report.
+
+    Values of variables that could hold a secret are left out.
+
+    \b
+    Example:
+      koushi env
+      koushi env --gpu
+    """
+    from koushi.setup.environment import environment_text
+
+    devices = None
+    if gpu:
+        from koushi.train.devices import devices_text
+
+        devices = devices_text()
+    show(environment_text(devices))

@@ -1,0 +1,69 @@
+"""Commands for a beginning: a first run file, and scripts that start one on several nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from koushi.commands.group import RUN_FILE_SETTINGS, show, split
+
+
+@click.command()
+@click.option("--model", default="llama3-debug", show_default=True, metavar="NAME", help="A preset of model.name.")
+@click.option(
+    "--gpus", type=click.IntRange(min=1), metavar="N", help="Devices in all.  [default: as few as hold the model well]"
+)
+@click.argument("path", type=click.Path(path_type=Path), metavar="RUN.yaml")
+def init(path: Path, model: str, gpus: int | None) -> None:
+    """Write a new run file that works as it is.
+
+    Every value stands with what it means. A file that is there already is left alone. llama3-debug trains on
+    a laptop.
+
+    \b
+    Example:
+      koushi init run.yaml
+      koushi init 70b.yaml --model llama3-70b --gpus 128
+    """
+    from koushi.setup.run_file import init as run
+
+    show(run(path, model, gpus))
+
+
+@click.command(context_settings=RUN_FILE_SETTINGS)
+@click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N", help="Machines.")
+@click.option(
+    "--backend",
+    type=click.Choice(["slurm", "kubernetes", "torchrun"]),
+    required=True,
+    help="What starts it: sbatch, kubectl apply, or you, on every node.",
+)
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Ranks of one node, on CPU as well.",
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
+def launch(nodes: int, backend: str, gpus_per_node: int, arguments: tuple[str, ...]) -> None:
+    """Print a script that trains a run file on several nodes.
+
+    It checks at start that it was given as many devices as the mesh has, and goes on from the newest
+    checkpoint when it is started again.
+
+    \b
+    Example:
+      koushi launch examples/llama_128.yaml --nodes 16 --backend slurm > run.sh
+      koushi launch examples/llama_128.yaml --nodes 16 --backend kubernetes > job.yaml
+    """
+    from koushi.setup.launch_script import BACKENDS, notes
+    from koushi.setup.launch_script import launch as made
+
+    run_path, overrides = split(arguments)
+    described = made(run_path, overrides, nodes, gpus_per_node)
+    show(BACKENDS[backend](described), newline=False)
+    for note in notes(described):
+        click.echo(f"note: {note}", err=True)

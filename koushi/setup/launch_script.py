@@ -1,0 +1,317 @@
+"""``koushi launch``: scripts that start a run on several nodes. No torch.
+
+Every script checks at start that the world it was given is the mesh's, names a rendezvous that no other run
+uses, restarts failed ranks from the newest checkpoint, and has SIGTERM reach them ``run.grace`` seconds before
+they are killed.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from koushi.check.check import check
+from koushi.config.load import load
+from koushi.errors import ConfigError, Problem
+from koushi.job import Job
+from koushi.report.nodes import Nodes
+from koushi.units import counted
+
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Below the ports that Linux gives to outgoing connections."""
+MARGIN = 30
+"""Seconds between the end of the grace time and the kill, for torchrun to end as well."""
+EARLY = 60
+"""Seconds by which Slurm may send its signal too early."""
+RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A job on nodes, with what a script says about it."""
+
+    job: Job
+    arguments: tuple[str, ...]
+    """Of ``koushi train``: the run file and its overrides."""
+    nodes: int
+    devices: int
+    """Of one node."""
+    token: str
+    """Eight hexadecimal digits that no other script has."""
+
+    @property
+    def name(self) -> str:
+        """The run's, in characters that every backend takes."""
+        return re.sub(r"[^A-Za-z0-9.-]+", "-", self.job.name).strip("-.") or "run"
+
+    @property
+    def what(self) -> str:
+        nodes = f"{counted(self.nodes, 'node')} of {counted(self.devices, 'device')}"
+        return f"{self.name}: {counted(self.job.mesh.world_size, 'rank')} {self.job.mesh} on {nodes}"
+
+    @property
+    def saves(self) -> bool:
+        return self.job.config.checkpoint.every > 0
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.job.config.run.device == "cpu"
+
+    @property
+    def grace(self) -> int:
+        return ceil(self.job.config.run.grace)
+
+    @property
+    def lead(self) -> int:
+        """Seconds before the kill at which SIGTERM is sent."""
+        return self.grace + MARGIN
+
+    @property
+    def port(self) -> int:
+        return FIRST_PORT + int(self.token, 16) % PORTS
+
+
+def launch(path: Path, overrides: Sequence[str], nodes: int, devices: int, token: str | None = None) -> Launch:
+    """The run file at ``path`` on ``nodes`` of ``devices`` each.
+
+    Raises ConfigError where it is not legal on so many devices, and for characters that no script should hold.
+    """
+    job = check(load(path, overrides), nodes * devices)
+    arguments = (str(path), *overrides)
+    odd = [one for one in arguments if not one.isprintable()]
+    if odd:
+        what = "holds characters that cannot be printed"
+        raise ConfigError([Problem(repr(one), "", what, "a name without them") for one in odd])
+    return Launch(job, arguments, nodes, devices, token or secrets.token_hex(4))
+
+
+def notes(launch: Launch) -> list[str]:
+    """What the reader should know before starting."""
+    found = []
+    resume = launch.job.config.run.resume
+    if not launch.saves:
+        found.append("checkpoint.every is 0: a run that is ended or restarted begins anew; set it above 0")
+    elif resume != "auto":
+        found.append(f"run.resume is {resume}: started again, the run does not go on where it ended, as with auto")
+    if max(Nodes(launch.job.mesh, launch.devices).reach("tp")) > 1:
+        found.append("tp reaches across nodes, and runs in every layer; inside a node it is faster")
+    return found
+
+
+def _checks(launch: Launch) -> str:
+    """Shell that ends with an error where the world that was started is not the mesh's; ``nodes`` is set before."""
+    return f"""\
+arguments=({shlex.join(launch.arguments)})
+world={launch.job.mesh.world_size}  # of the mesh {launch.job.mesh}
+devices={launch.devices}  # of one node
+started=$((nodes * devices))
+if [ "$started" -ne "$world" ]; then
+    echo "started on $nodes nodes of $devices devices, $started in all, but the mesh has $world ranks" >&2
+    exit 2
+fi
+# The run file may have changed since this was written.
+koushi check "${{arguments[@]}}" --world "$started" >/dev/null
+# torchrun gives its ranks so many seconds to save and end after SIGTERM.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={launch.grace + MARGIN // 3}
+"""
+
+
+def _torchrun(rendezvous: Mapping[str, str]) -> str:
+    lines = [
+        'torchrun --nnodes "$nodes"',
+        '--nproc-per-node "$devices"',
+        f"--max-restarts {RESTARTS}",
+        "--rdzv-backend c10d",
+        *(f"--{name} {value}" for name, value in rendezvous.items()),
+        '-m koushi train "${arguments[@]}"',
+    ]
+    return " \\\n    ".join(lines)
+
+
+def torchrun_script(launch: Launch) -> str:
+    """A bash script to be started by hand on every node."""
+    started = _torchrun({"rdzv-endpoint": '"$HEAD:$port"', "rdzv-id": '"$id"'})
+    gpus = (
+        ""
+        if launch.on_cpu
+        else """\
+if command -v nvidia-smi >/dev/null; then
+    found=$(nvidia-smi -L | grep -c '^GPU' || true)
+    if [ "$found" -lt "$devices" ]; then
+        echo "this node has $found GPUs, and $devices are needed" >&2
+        exit 1
+    fi
+fi
+"""
+    )
+    return f"""\
+#!/usr/bin/env bash
+# {launch.what}; written by koushi launch.
+#
+# Start it on each of the nodes, with the name of one of them, which the others can reach:
+#
+#   HEAD=node0 bash this.sh
+#
+# A run that keeps checkpoints goes on when it is started again. Its folder must be on a file system that all
+# nodes share.
+set -euo pipefail
+
+: "${{HEAD:?set it to the name or address of one of the nodes}}"
+nodes=${{NODES:-{launch.nodes}}}
+id=${{ID:-{launch.name}-{launch.token}}}
+port=${{PORT:-{launch.port}}}
+{_checks(launch)}{gpus}
+exec {started}
+"""
+
+
+def slurm_script(launch: Launch) -> str:
+    """A script for ``sbatch``."""
+    started = _torchrun({"rdzv-endpoint": '"$head:$port"', "rdzv-id": '"$SLURM_JOB_ID"'})
+    gpus = "" if launch.on_cpu else f"#SBATCH --gpus-per-node={launch.devices}\n"
+    again = ""
+    if launch.saves:
+        again = f"""\
+# The time limit ended the run, not a fault: queue it again, and it goes on from its newest checkpoint.
+if [ "$code" -ne 0 ] && [ -n "${{SLURM_JOB_END_TIME:-}}" ] &&
+    [ "$(date +%s)" -ge "$((SLURM_JOB_END_TIME - {launch.lead + EARLY}))" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+    return f"""\
+#!/bin/bash
+# {launch.what}; written by koushi launch.
+# Set the time limit, and what else your cluster asks for, such as partition and account; then: sbatch this.sh
+#SBATCH --job-name={launch.name}
+#SBATCH --nodes={launch.nodes}
+#SBATCH --ntasks-per-node=1
+{gpus}#SBATCH --time=24:00:00
+# SIGTERM reaches the ranks {launch.lead} s before the limit: run.grace and what torchrun needs to end.
+#SBATCH --signal=TERM@{launch.lead}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+
+# Activate the environment that has koushi here.
+
+set -euo pipefail
+nodes=$SLURM_NNODES
+{_checks(launch)}
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${{hosts[0]}}
+port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))
+
+code=0
+srun {started} || code=$?
+{again}exit "$code"
+"""
+
+
+def kubernetes_manifest(launch: Launch) -> str:
+    """A headless Service and an Indexed Job, for ``kubectl apply``."""
+    name = f"{launch.name.lower()[:40].strip('-.').replace('.', '-')}-{launch.token}"
+    rendezvous = {
+        "rdzv-endpoint": f"{name}-0.{name}:{launch.port}",
+        "rdzv-conf": '"is_host=$is_host"',
+        "rdzv-id": name,
+        "local-addr": '"$POD_IP"',
+    }
+    script = f"""\
+set -euo pipefail
+nodes={launch.nodes}  # completions of the Job
+{_checks(launch)}
+is_host=$([ "$JOB_COMPLETION_INDEX" -eq 0 ] && echo true || echo false)
+exec {_torchrun(rendezvous)}
+"""
+    limits = (
+        ""
+        if launch.on_cpu
+        else f"""
+          resources:
+            limits:
+              nvidia.com/gpu: {launch.devices}"""
+    )
+    return f"""\
+# {launch.what}; written by koushi launch.
+# Set image and claimName; then: kubectl apply -f this.yaml
+# The claim is the working folder of every pod: the run file lies in it under the name below, and so do the data
+# and the run's folder. A Job's name is used once: after a change make a new manifest.
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    job-name: {name}
+  ports:
+    - name: rendezvous
+      port: {launch.port}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+spec:
+  completionMode: Indexed
+  completions: {launch.nodes}
+  parallelism: {launch.nodes}
+  # When the pod of the rendezvous ends, all others end with it and count as well.
+  backoffLimit: {launch.nodes * RESTARTS}
+  podFailurePolicy:
+    rules:
+      # A pod that its node gave up, after SIGTERM, is not a fault.
+      - action: Ignore
+        onPodConditions:
+          - type: DisruptionTarget
+      # Wrong input stays wrong.
+      - action: FailJob
+        onExitCodes:
+          operator: In
+          values: [2]
+  template:
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      # From SIGTERM to the kill: run.grace and what torchrun needs to end.
+      terminationGracePeriodSeconds: {launch.lead}
+      containers:
+        - name: koushi
+          image: koushi:latest
+          workingDir: /workspace
+          env:
+            - name: POD_IP
+              valueFrom:
+                fieldRef:
+                  fieldPath: status.podIP
+          command: [bash, -c]
+          args:
+            - |
+{textwrap.indent(script, " " * 14)}{limits.lstrip(chr(10)) + chr(10) if limits else ""}\
+          volumeMounts:
+            - name: shared-memory
+              mountPath: /dev/shm
+            - name: workspace
+              mountPath: /workspace
+      volumes:
+        - name: shared-memory
+          emptyDir:
+            medium: Memory
+        - name: workspace
+          persistentVolumeClaim:
+            claimName: workspace
+"""
+
+
+BACKENDS: Mapping[str, Callable[[Launch], str]] = {
+    "slurm": slurm_script,
+    "kubernetes": kubernetes_manifest,
+    "torchrun": torchrun_script,
+}

@@ -1,0 +1,144 @@
+"""A first run file: legal as it is, commented with the schema's words, and never written over another."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from koushi.check.check import check
+from koushi.check.explain import sources
+from koushi.config.describe import keys
+from koushi.config.load import load
+from koushi.errors import ConfigError
+from koushi.mesh import MeshSpec
+from koushi.models.llama.sizes import PRESETS, LlamaSize
+from koushi.setup.run_file import WIDEST, init
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("devices", [None, 1, 3, 5, 6, 8, 96, 131, 4096, 16_384])
+@pytest.mark.parametrize("model", PRESETS)
+def test_it_is_legal_for_every_preset(model: str, devices: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    said = init(path, model, devices)
+    job = check(load(path))
+    assert job.model_name == model
+    assert job.mesh.world_size == (devices or job.mesh.world_size)
+    assert said.startswith(f"wrote {path}: {model}, ")
+    assert str(job.mesh) in said
+    if model != "llama3-debug":
+        assert job.config.precision.compute == "bfloat16"
+        assert job.config.checkpoint.every > 0
+
+
+def test_comments_are_the_schemas_words(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    init(path, "llama3-8b", 8)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert max(len(line) for line in lines if str(path) not in line and "koushi config" not in line) <= WIDEST
+    shown = " ".join(line.partition("# ")[2] for line in lines)
+    meanings = {key.name: key.meaning for key in keys()}
+    for name in ("training.recompute", "run.resume", "data.path", "checkpoint", "parallelism.tensor_parallel_degree"):
+        assert meanings[name] in shown
+    assert "One of GPipe, 1F1B, Interleaved1F1B, LoopedBFS" in shown
+    for key in keys():
+        if key.is_section and key.name != "model.rope_scaling":
+            assert f"{key.name}:" in lines
+
+
+def test_every_key_in_a_comment_is_one_that_can_be_set(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    init(path, "llama3-debug", 1)
+    text = path.read_text(encoding="utf-8")
+    commented = re.findall(r"^  # (\w+): \S+ ", text, re.M)
+    assert commented == ["hf", "pipeline_parallel_schedule", "path", "tokenizer", "folder"]
+    path.write_text(re.sub(r"^  # (\w+: \S+ )", r"  \1", text, flags=re.M), encoding="utf-8")
+    assert load(path).found == ()
+
+
+def test_what_is_written_is_set_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    init(path, "llama3-405b", 4096)
+    run_file = load(path)
+    found = sources(run_file, check(run_file))
+    for name in ("training.steps", "parallelism.pipeline_parallel_schedule", "optimizer.lr", "checkpoint.keep_last"):
+        assert found[name].startswith(f"{path}:"), name
+    assert "koushi launch" in path.read_text(encoding="utf-8")
+
+
+def test_degrees_can_come_from_elsewhere(tmp_path: Path) -> None:
+    def choose(size: LlamaSize, devices: int) -> MeshSpec:
+        return MeshSpec.of(pp=2, dp_shard=devices // 2)
+
+    path = tmp_path / "run.yaml"
+    init(path, "llama3-1b", 6, choose)
+    job = check(load(path))
+    assert str(job.mesh) == "[pp=2, dp_replicate=1, dp_shard=3, cp=1, tp=1]"
+    assert job.microbatches >= 8
+
+
+def test_a_file_is_never_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is there already; name a new file, or remove it"):
+        init(path, "llama3-debug", None)
+    assert path.read_text() == "mine"
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is there already"):
+        init(path, "llama3-debug", None)
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(ConfigError, match="is there already"):
+        init(tmp_path, "llama3-debug", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("none/run.yaml", "there is no such folder; make the folder"), ("file/run.yaml", "cannot be written: Not a dir"),
+     ("a\0b", "cannot be written: embedded null"), ("x" * 300, "cannot be written: File name too long")],
+)  # fmt: skip
+def test_places_where_no_file_can_be(name: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=what):
+        init(tmp_path / name, "llama3-debug", None)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_not_ours(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+        init(tmp_path / "run.yaml", "llama3-debug", None)
+
+
+def test_an_unknown_model_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        init(tmp_path / "run.yaml", "llama-70b", None)
+    assert str(raised.value).startswith(
+        "command line (--model llama-70b): there is no such model; did you mean llama3-70b? The models are "
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a run.yaml", "a'b.yaml", "$x.yaml", "#.yaml", "日本.yaml", "a\nb.yaml"])
+def test_odd_names_stay_in_comments(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    init(path, "llama3-debug", 2)
+    assert check(load(path)).mesh.world_size == 2
+
+
+@pytest.mark.long
+def test_the_smallest_trains_as_it_is(tmp_path: Path) -> None:
+    for arguments in (["init", "run.yaml"], ["train", "run.yaml", "training.steps=2", "training.seq_len=32"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "koushi", *arguments],
+            cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    assert (tmp_path / "runs" / "run" / "checkpoints" / "step-00000002").is_dir()
