@@ -94,8 +94,8 @@ def test_a_stopped_rank_is_named_with_its_sub_mesh(
     headline, *lines = failure(tmp_path, culprit, stop, *degrees).splitlines()
     where = "|".join(re.escape(place) for place in places)
     told = re.match(
-        rf"an? \w+ of [\d.]+ \w+( from rank \d)? on ({where}) waited \d+\.\d s in step {AT_STEP}: {re.escape(who)} has not "
-        r"arrived; its process is stopped \(SIGSTOP, or a debugger\); it last finished an? .* ago, in step [12]$",
+        rf"an? \w+ of [\d.]+ \w+( from rank \d)? on ({where}) waited \d+\.\d s in step {AT_STEP}: {re.escape(who)} has "
+        r"not arrived; its process is stopped \(SIGSTOP, or a debugger\); it last finished an? .* ago, in step [12]$",
         headline,
     )
     assert told is not None, headline
