@@ -103,6 +103,7 @@ def _nanotron(row: Row) -> Described:
         sequence_parallel=_cut_sequence(row, True),
         sequence_first=True,
         blocking_sends=True,
+        gradients_at_once=False,
         fused_projections=True,
         host_operations=NANOTRON_OPERATIONS,
     )
