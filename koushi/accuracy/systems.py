@@ -187,6 +187,7 @@ def _aleph(row: Row) -> Described:
         sequence_parallel=_cut_sequence(row, False),
         stops_early=False,
         flash_attention="flash" in notes or "kernel" not in notes,
+        attention_kernel="flash1" if "1.0" in notes else "flash2",
         fused="rms" in notes,
         overlap_data_parallel=False,
     )
@@ -227,6 +228,11 @@ SOURCES: Mapping[str, str] = {
 """System by how a source's name begins, the first that matches."""
 
 
+FULL = ("full", "every_layer", "every layer", "uniform", "block", "true", "yes")
+NONE = ("none", "disabled", "off", "false", "no")
+"""What tables write for recompute."""
+
+
 def _modes(row: Row, base: Described) -> Described:
     """With the row's own recompute, precision and pieces of the loss."""
     system = replace(
@@ -235,9 +241,9 @@ def _modes(row: Row, base: Described) -> Described:
         loss_chunks=8 if "chunked CE" in row.notes else 1,
     )
     recompute: Recompute = base.recompute
-    if row.recompute == "full":
+    if row.recompute in FULL:
         recompute = "full"
-    elif row.recompute == "none":
+    elif row.recompute in NONE:
         recompute = "none"
     elif row.recompute == "selective-layer" or (row.recompute == "selective" and name_of(row) == "fsdp1"):
         # Every other block recomputes whole.
