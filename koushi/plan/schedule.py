@@ -333,7 +333,9 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Idle share of all ranks' time until the last is done."""
-        return 1 - sum(self.busy) / (self.makespan * len(self.busy)) if self.makespan else 0.0
+        if not self.makespan:
+            return 0.0
+        return max(0.0, 1 - sum(self.busy) / (self.makespan * len(self.busy)))
 
     @cached_property
     def by_rank(self) -> tuple[tuple[tuple[Action, float, float], ...], ...]:

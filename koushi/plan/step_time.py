@@ -159,7 +159,7 @@ def step_time(workload: Workload, hardware: Hardware, pp: int | None = None) -> 
     parts["optimizer"] = own.optimizer
     parts["host"] = hardware.host.step_ms * 1e-3
     seconds = _expected(core.seconds, workload, hardware)
-    parts["slowest of many"] = seconds - core.seconds - parts["host"]
+    parts["slowest of many"] = (core.seconds + parts["host"]) * stragglers(hardware, workload.mesh.world_size)
     per_device = workload.tokens / seconds / workload.mesh.world_size
     mfu = per_device * flops_per_token(workload) / hardware.chip.peak(workload.compute)
     return StepTime(parts, per_device, mfu, core.bubble, coordinate)

@@ -260,7 +260,14 @@ def block(hardware: Hardware, key: Workload) -> Phases:
     again = _again(key, products, dense[-1][0], attention, cheap)
     if key.recompute != "none":
         again += _host(hardware, operations)
-    return Phases(forward, inputs, weights, again * system.recompute_share)
+    phases = Phases(forward, inputs, weights, again * system.recompute_share)
+    return _waited_for(phases) if system.blocking_launches else phases
+
+
+def _waited_for(phases: Phases) -> Phases:
+    """With the host's time on the device's, where it waits for every kernel."""
+    parts = (phases.forward, phases.inputs, phases.weights, phases.again)
+    return Phases(*(replace(part, memory=part.memory + part.host, host=0.0) for part in parts))
 
 
 def _again(key: Workload, products: Work, last: Work, attention: Work, cheap: Work) -> Work:
@@ -268,7 +275,9 @@ def _again(key: Workload, products: Work, last: Work, attention: Work, cheap: Wo
     if key.recompute == "none":
         return Work()
     if key.recompute == "full":
-        again = products + last * -1 + attention + cheap
+        again = products + attention + cheap
+        if key.system.stops_early:
+            again += last * -1
     else:
         again = products * (1 - key.system.kept_matmuls) + cheap
     return replace(again, ideal=0.0, matmul=again.matmul + again.ideal)

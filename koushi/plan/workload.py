@@ -89,6 +89,8 @@ class System:
     overlap_tensor_parallel: bool = False
     buffers_every_microbatch: bool = True
     """Whether a stage holds a receive buffer for every microbatch of the step, as torch's does; else one each way."""
+    blocking_launches: bool = False
+    """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING), so that nothing hides what it does between."""
     stops_early: bool = True
     """Whether full recompute ends with the last tensor that backward needs, as torch's without reentry does; else a
     block's whole forward is done again, with its last matmul and collective."""
