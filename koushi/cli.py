@@ -223,7 +223,7 @@ def inspect(path: Path, tensors: bool) -> None:
     run(path, tensors)
 
 
-for _command in (see.mesh, see.config, start.init, start.launch, see.env):
+for _command in (see.mesh, see.config, start.init, start.launch, see.report, see.env):
     commands.add_command(_command)
 explain_overrides(commands)
 

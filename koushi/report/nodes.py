@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from koushi.hardware.hardware import load
+from koushi.job import Job
 from koushi.mesh import MeshSpec
 
 
@@ -62,3 +64,8 @@ class Nodes:
         if len(reached) == 1:
             return texts[next(iter(reached))]
         return ", ".join(f"{reached[nodes]} {texts[nodes]}" for nodes in sorted(reached))
+
+
+def devices_per_node(job: Job) -> int:
+    """Of the hardware that the run file names; 8 where it names none."""
+    return 8 if job.config.run.hardware is None else load(job.config.run.hardware).devices_per_node
