@@ -20,13 +20,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
     3: ("models", "data", "optim", "loss", "plan", "job", "check"),
     4: ("parallel", "checkpoint"),
     5: ("train",),
-<<<<<<< HEAD
-    6: ("verify", "dryrun", "report", "generate", "accuracy"),
-    7: ("cli", "__main__"),
-=======
-    6: ("verify", "dryrun", "report", "setup", "generate"),
+    6: ("verify", "dryrun", "report", "setup", "generate", "accuracy"),
     7: ("commands", "cli", "__main__"),
->>>>>>> main
 }
 """The parts of the package, the first piece of a module's name, by layer."""
 
@@ -45,12 +40,9 @@ WITHOUT_TORCH = (
     "plan",
     "job",
     "check",
-<<<<<<< HEAD
     "accuracy",
-=======
     "report",
     "setup",
->>>>>>> main
 )
 """Parts that import no torch, and nothing that does; besides them the files below of every model."""
 MODEL_FILES_WITHOUT_TORCH = ("sizes", "layout", "hf", "hf_folder")

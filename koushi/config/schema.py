@@ -221,12 +221,9 @@ class Run(Section):
     grace: Positive = 30.0
     """Seconds after SIGTERM in which a run with checkpoints finishes its step, saves and exits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-<<<<<<< HEAD
+    """auto: cuda where torch sees a GPU, else cpu."""
     hardware: str | None = None
     """What ``koushi plan`` assumes: a name that ``koushi hardware`` knows, or a file, relative to the run file."""
-=======
-    """auto: cuda where torch sees a GPU, else cpu."""
->>>>>>> main
     timeout: Annotated[float, Field(ge=1, le=604_800, allow_inf_nan=False)] = 600.0
     """Seconds that a collective may take before the run is given up."""
 
