@@ -65,7 +65,13 @@ def reach(run_file: RunFile, job: Job) -> Iterator[Reached]:
 def _moved(run_file: RunFile, degrees: tuple[int, ...], job: Job) -> RunFile:
     """``run_file`` with the sliders' degrees, said as if on the command line."""
     pp, dp_replicate, tp = degrees
-    values = {PP: pp, DP_REPLICATE: dp_replicate, DP_SHARD: -1, TP: tp, WORLD: job.mesh.world_size}
+    values: dict[str, int | None] = {
+        PP: pp,
+        DP_REPLICATE: dp_replicate,
+        DP_SHARD: -1,
+        TP: tp,
+        WORLD: job.mesh.world_size,
+    }
     set_by_hand = run_file.config.parallelism.pipeline_parallel_layers_per_stage
     if set_by_hand is not None and pp != job.mesh.degree("pp") and set_by_hand == _even(job):
         values[PER_STAGE] = None  # that they are even can be kept with other stages

@@ -45,14 +45,13 @@ def _events(job: Job, parameter: Parameter) -> list[Event]:
             "ja": "dp_shard で all-gather。どのランクも tp の部分を丸ごと持つ",
         },
     }
-    use = {"dims": [], "lights": "row", "colour": ""}
     events: list[Event] = [{"phase": "forward", **gather}]
     if parameter.name == EMBEDDING:
-        events.append(_said("forward", "look-up of the tokens that lie here", "ここにあるトークンを引く", **use))
+        events.append(_said("forward", "look-up of the tokens that lie here", "ここにあるトークンを引く", lights="row"))
         events.append(_scatter("forward"))
     else:
         events.append(_gathered("forward"))
-        events.append(_said("forward", "used on this microbatch", "このマイクロバッチに使う", **use))
+        events.append(_said("forward", "used on this microbatch", "このマイクロバッチに使う", lights="row"))
         if in_block:
             events.append(_scatter("forward"))
     if reshards and not at_end:
@@ -60,7 +59,7 @@ def _events(job: Job, parameter: Parameter) -> list[Event]:
             _said("forward", "freed but for this rank's shard", "自分のシャードを残して解放", dims=["dp_shard"])
         )
         events.append({"phase": "backward", **gather})
-    events.append(_said("backward", "its gradient is computed", "勾配を計算する", **use))
+    events.append(_said("backward", "its gradient is computed", "勾配を計算する", lights="row"))
     events.append(
         _said(
             "backward",

@@ -30,12 +30,12 @@ class Measured:
     @property
     def step_seconds(self) -> float:
         """Median over the rows but the first, which includes what is made only once."""
-        return median(row["step_seconds"] for row in self.steps[1:] or self.steps)
+        return float(median(row["step_seconds"] for row in self.steps[1:] or self.steps))
 
     @property
     def rate(self) -> float:
         """Tokens per second of all devices, by the same rows."""
-        return median(row["tokens_per_second"] for row in self.steps[1:] or self.steps)
+        return float(median(row["tokens_per_second"] for row in self.steps[1:] or self.steps))
 
 
 def read_run(folder: Path) -> Measured:
