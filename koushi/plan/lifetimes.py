@@ -57,6 +57,11 @@ class Stretch:
         return self.ops[-1].makes
 
 
+def keeps_input(stretch: Stretch) -> bool:
+    """Whether ``x`` is there until backward."""
+    return stretch.recompute != "none" or any("x" in op.saves for op in stretch.ops)
+
+
 @cache
 def forward_span(stretch: Stretch) -> Span:
     """Begins with the input ``x`` there, ends with the output and what is kept for backward."""

@@ -188,7 +188,8 @@ class Sharded:
         account.drop(UNSHARDED_GRADIENTS, unit.whole * width)
         shard = unit.padded // self.shards
         account.hold(GRADIENTS, shard * reduce)
-        if self.shards == 1:  # divided by the gradient divide factor, out of place
+        if self.shards == 1 or self.stage.device == "cpu":
+            # A group of one divides by the gradient divide factor, out of place; gloo adds up in a copy.
             account.touch(COMMUNICATION_BUFFERS, unit.padded * reduce)
         if self.replicas > 1 and not self.last:
             account.drop(GRADIENTS, 0 if self.first else shard * reduce)
