@@ -92,7 +92,7 @@ class Link:
     hop_us: float
     """Latency of one hop from rank to rank."""
     crowding: float
-    """How much the bandwidth falls with every further domain that takes part: 1 / (1 + crowding x (domains - 1))."""
+    """How much an all-reduce's bandwidth falls with every further domain: 1 / (1 + crowding x (domains - 1))."""
     reduces: bool
     """Whether the switch adds up what passes through it, so that an all-reduce crosses a link once."""
 
