@@ -112,9 +112,23 @@ class PipelinedStage(Stage):
 
     @cached_property
     def buffers(self) -> int:
-        """Bytes of the buffers to receive into, of all microbatches."""
+        """Bytes of the buffers to receive into: torch makes them for all microbatches; else one each way."""
         ends = (not self.first) + (not self.last)
-        return self.workload.microbatches * ends * self.stream
+        return (self.workload.microbatches if self._own_buffers else 1) * ends * self.stream
+
+    @property
+    def _own_buffers(self) -> bool:
+        """Whether every microbatch has its buffers, which are its tensors while it is in flight."""
+        return self.workload.system.buffers_every_microbatch
+
+    def receive(self, account: Account) -> None:
+        """What was a buffer is now a tensor."""
+        account.drop(PIPELINE_BUFFERS, self.stream if self._own_buffers else 0)
+        account.hold(ACTIVATIONS, self.stream)
+
+    def give_back(self, account: Account) -> None:
+        """The buffer is free for the next step."""
+        account.hold(PIPELINE_BUFFERS, self.stream if self._own_buffers else 0)
 
     @cached_property
     def sent(self) -> tuple[int, int]:
@@ -169,13 +183,12 @@ class PipelinedStage(Stage):
         if self.first:
             account.go(forward_span(self.embedding(True)))
         else:
-            account.drop(PIPELINE_BUFFERS, self.stream)
-            account.hold(ACTIVATIONS, self.stream)
+            self.receive(account)
         blocks = [(stretch, count) for stretch, count in self.blocks(True) if count]
         for stretch, count in blocks:
             account.go(forward_span(stretch), count)
         if not self._input_in_flight:
-            account.hold(PIPELINE_BUFFERS, self.stream)
+            self.give_back(account)
         if self.last:
             account.go(forward_span(self.output(True)))
             account.where = "in forward, at the loss"
@@ -242,8 +255,7 @@ def _backward(stage: PipelinedStage, first: bool, half: Half | None) -> Span:
             account.where = "in backward, at the loss" + tail
             account.go(backward_span(stage.loss()))
         else:
-            account.drop(PIPELINE_BUFFERS, stage.stream)
-            account.hold(ACTIVATIONS, stage.stream)
+            stage.receive(account)
     account.where = "in backward" + tail
     if stage.last:
         account.go(backward_span(stage.output(stay), half))
@@ -261,13 +273,15 @@ def _backward(stage: PipelinedStage, first: bool, half: Half | None) -> Span:
     elif half != "weights":
         # The gradient of the input is sent, and the buffers are there for the next step.
         account.drop(ACTIVATIONS, stage.stream)
-        account.hold(PIPELINE_BUFFERS, stage.stream if stage._input_in_flight else 0)
+        if stage._input_in_flight:
+            stage.give_back(account)
     if stage.last:
         account.drop(LOGITS, 0 if half == "weights" else stage.logits)
     else:
         # The output is kept for the second half.
         account.drop(ACTIVATIONS, 0 if half == "inputs" else stage.stream)
-        account.hold(PIPELINE_BUFFERS, 0 if half == "weights" else stage.stream)
+        if half != "weights":
+            stage.give_back(account)
     return account.close()
 
 
