@@ -16,7 +16,7 @@ from typing import Literal, NoReturn
 import click
 
 from koushi import __version__
-from koushi.commands import see, start
+from koushi.commands import plans, see, start
 from koushi.commands.group import RUN_FILE_SETTINGS, Commands, explain_overrides, split
 from koushi.errors import KoushiError, Stopped
 
@@ -223,7 +223,7 @@ def inspect(path: Path, tensors: bool) -> None:
     run(path, tensors)
 
 
-for _command in (see.mesh, see.config, start.init, start.launch, see.report, see.env):
+for _command in (plans.plan, plans.hardware, see.mesh, see.config, start.init, start.launch, see.report, see.env):
     commands.add_command(_command)
 explain_overrides(commands)
 

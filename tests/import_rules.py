@@ -20,7 +20,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     3: ("models", "data", "optim", "loss", "plan", "job", "check"),
     4: ("parallel", "checkpoint"),
     5: ("train",),
-    6: ("verify", "dryrun", "report", "setup", "generate", "accuracy"),
+    6: ("verify", "dryrun", "report", "setup", "generate", "accuracy", "calibrate"),
     7: ("commands", "cli", "__main__"),
 }
 """The parts of the package, the first piece of a module's name, by layer."""

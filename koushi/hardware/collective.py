@@ -57,8 +57,7 @@ def collective_seconds(hardware: Hardware, operation: Operation, size: float, gr
     if group.domains > 1:
         # Every step of a ring waits for its slowest hop.
         latency = network.call_us + network.hop_us * (degree - 1)
-        crowded = 1 + network.crowding * (group.domains - 1)
-        bandwidth = min(bandwidth, network.bandwidth * group.ranks / crowded)
+        bandwidth = min(bandwidth, network.bandwidth * group.ranks)
     if operation != "all_reduce":
         return latency * 1e-6 + size * (degree - 1) / degree / bandwidth
     passes = 2.0 * (degree - 1) / degree
@@ -67,4 +66,6 @@ def collective_seconds(hardware: Hardware, operation: Operation, size: float, gr
     if group.domains > 1:
         latency = inside.call_us + network.call_us + 2 * network.hop_us * log2(group.domains)
         latency += 2 * inside.hop_us * (group.ranks - 1)
+        # A ring passes to its neighbours; the ways of a tree cross.
+        bandwidth /= 1 + network.crowding * (group.domains - 1)
     return latency * 1e-6 + size * passes / bandwidth

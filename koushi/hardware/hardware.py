@@ -41,6 +41,8 @@ class Chip:
     """Share of the memory bandwidth that elementwise kernels reach."""
     released: float
     """What matmuls reach of that with the libraries of a torch release, not the vendor's newest."""
+    released_float8: float
+    """The same of matmuls in float8, whose kernels in torch are younger."""
     attention_forward: float
     """Share of the peak that FlashAttention-2 reaches on long sequences with heads of 128."""
     attention_backward: float
@@ -92,7 +94,7 @@ class Link:
     hop_us: float
     """Latency of one hop from rank to rank."""
     crowding: float
-    """How much the bandwidth falls with every further domain that takes part: 1 / (1 + crowding x (domains - 1))."""
+    """How much an all-reduce's bandwidth falls with every further domain: 1 / (1 + crowding x (domains - 1))."""
     reduces: bool
     """Whether the switch adds up what passes through it, so that an all-reduce crosses a link once."""
 

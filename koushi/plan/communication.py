@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from koushi.plan.units import StageUnits, Unit, held_stages, units_of
+from koushi.plan.units import StageUnits, Unit, held_elsewhere, held_stages, units_of
 from koushi.plan.unshard import split_backwards, unshards
 from koushi.plan.workload import Workload
 from koushi.schedules import rank_of_stage
@@ -281,22 +281,13 @@ def _transfers(workload: Workload, stage: int) -> dict[tuple[Operation, Phase], 
     def message(operation: Operation, phase: Phase) -> None:
         found[operation, phase] = {Collective("pp", operation, phase, workload.compute, size): 1}
 
-    if _elsewhere(workload, stage, stage - 1):
+    if held_elsewhere(workload, stage, stage - 1):
         message("recv", "forward")
         message("send", "backward")
-    if _elsewhere(workload, stage, stage + 1):
+    if held_elsewhere(workload, stage, stage + 1):
         message("send", "forward")
         message("recv", "backward")
     return found
-
-
-def _elsewhere(workload: Workload, stage: int, other: int) -> bool:
-    """Whether ``other`` is a stage, and held by another rank than ``stage``."""
-    n_stages, pp = len(workload.stage_layers), workload.mesh.degree("pp")
-    if pp == 1 or not 0 <= other < n_stages:
-        return False
-    schedule = workload.schedule
-    return rank_of_stage(schedule, pp, n_stages, stage) != rank_of_stage(schedule, pp, n_stages, other)
 
 
 # Once a step.

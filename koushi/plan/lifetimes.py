@@ -57,6 +57,11 @@ class Stretch:
         return self.ops[-1].makes
 
 
+def keeps_input(stretch: Stretch) -> bool:
+    """Whether ``x`` is there until backward."""
+    return stretch.recompute != "none" or any("x" in op.saves for op in stretch.ops)
+
+
 @cache
 def forward_span(stretch: Stretch) -> Span:
     """Begins with the input ``x`` there, ends with the output and what is kept for backward."""
@@ -168,9 +173,11 @@ class _Run:
                 self.account.hold(self.kinds[name], size)
             if half is None:
                 self.account.hold(weights.kind, op.weight * (weights.cast or weights.width))
-            self.account.touch(op.kind, op.back_work)
+            if half == "inputs":
+                self.account.hold(op.kind, op.half_keeps)
+            self.account.touch(op.kind, op.half_work or op.back_work if half == "inputs" else op.back_work)
             self._add(op, gradient, gradients)
-            if half is None or not op.weight:
+            if half is None or not op.weight or op.half_keeps:
                 gradient[1] -= 1
                 if not gradient[1]:
                     self.account.drop(op.kind, gradient[0])

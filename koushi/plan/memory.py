@@ -193,9 +193,12 @@ def _held(stages: tuple[PipelinedStage, ...], situation: Situation) -> Bytes:
     """Bytes there as an action begins, besides states and buffers."""
     parts: list[Bytes] = []
     unsharded = []
-    for stage, forwards, halves, gradients in zip(
-        stages, situation.forwards, situation.halves, situation.gradients, strict=True
+    for stage, forwards, halves, done, gradients in zip(
+        stages, situation.forwards, situation.halves, situation.done, situation.gradients, strict=True
     ):
+        every, last = stage.sent
+        sending = done * every + (last if done else 0)
+        parts.append(tuple(sending if kind == ACTIVATIONS else 0 for kind in range(len(KINDS))))
         kept = stage.forward.after
         parts.append(tuple(forwards * one for one in kept))
         if halves:

@@ -42,6 +42,10 @@ class Op:
     """Gradients that backward makes, by input; 0 bytes: the very gradient that came in."""
     back_work: int = 0
     """Alive only during its backward."""
+    half_work: int = 0
+    """The same in the first half of a split backward, which frees nothing of what was saved; 0: as ``back_work``."""
+    half_keeps: int = 0
+    """Of the gradient that the first half keeps for the weight, if that is not the one that came in."""
     weight: int = 0
     """Elements of its weight."""
     kept: bool = False
@@ -134,8 +138,9 @@ def norm(shape: BlockShape, reads: str, makes: str) -> Op:
     if shape.device == "gpu" or shape.fused:
         return replace(op, hidden=4 * size.rows)
     if size.wide == size.stream:
-        return replace(op, hidden=size.wide + size.wide // dim, back_work=size.wide)
+        return replace(op, hidden=size.wide + size.wide // dim, back_work=size.wide, half_work=4 * size.wide)
     hidden, back_work = 2 * size.wide + size.wide // dim, 3 * size.wide
+    op = replace(op, half_work=4 * size.wide, half_keeps=size.wide)
     return replace(op, saves=(), hidden=hidden, work=size.wide, back_work=back_work)
 
 

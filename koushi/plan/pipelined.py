@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from koushi.plan.lifetimes import Half, backward_span, forward_span
+from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input
 from koushi.plan.schedule import actions
 from koushi.plan.spans import (
     ACTIVATIONS,
@@ -26,7 +26,8 @@ from koushi.plan.spans import (
     Span,
 )
 from koushi.plan.stages import Sharded, Stage
-from koushi.plan.units import Unit
+from koushi.plan.units import Unit, held_elsewhere
+from koushi.schedules import SCHEDULES
 
 Step = Literal["F", "B", "I", "W", "R"]
 """Actions of a schedule; R: a stage's gradients are reduced, after its last backward."""
@@ -46,6 +47,8 @@ class Situation:
     """By stage: microbatches whose backward has not begun."""
     halves: tuple[int, ...]
     """By stage: microbatches whose backward is half done."""
+    done: tuple[int, ...]
+    """By stage: microbatches whose gradients have been sent on."""
     gradients: tuple[int, ...]
     """By stage: BEFORE, WHOLE or REDUCED."""
 
@@ -55,6 +58,7 @@ class Situation:
             (self.step, self.stage) == (other.step, other.stage)
             and all(mine >= others for mine, others in zip(self.forwards, other.forwards, strict=True))
             and all(mine >= others for mine, others in zip(self.halves, other.halves, strict=True))
+            and all(mine >= others for mine, others in zip(self.done, other.done, strict=True))
             and all(mine in (others, WHOLE) for mine, others in zip(self.gradients, other.gradients, strict=True))
             and (self.gradients[self.stage] == BEFORE) == (other.gradients[self.stage] == BEFORE)
         )
@@ -66,11 +70,11 @@ def situations(schedule: str, pp: int, n_stages: int, microbatches: int, coordin
     order = actions(schedule, pp, n_stages, microbatches)[coordinate]
     place = {stage: index for index, stage in enumerate(sorted({action.stage for action in order}))}
     forwards, halves, gradients = [0] * len(place), [0] * len(place), [BEFORE] * len(place)
-    done = [0] * len(place)
+    sent, done = [0] * len(place), [0] * len(place)
     found: dict[Situation, None] = {}
 
     def note(step: Step, index: int) -> None:
-        found.setdefault(Situation(step, index, tuple(forwards), tuple(halves), tuple(gradients)))
+        found.setdefault(Situation(step, index, tuple(forwards), tuple(halves), tuple(sent), tuple(gradients)))
 
     for kind, stage, _ in order:
         index = place[stage]
@@ -80,6 +84,7 @@ def situations(schedule: str, pp: int, n_stages: int, microbatches: int, coordin
             continue
         if kind != "W":
             forwards[index] -= 1
+            sent[index] += 1
         if kind == "I":
             halves[index] += 1
             continue
@@ -107,9 +112,39 @@ class PipelinedStage(Stage):
 
     @cached_property
     def buffers(self) -> int:
-        """Bytes of the buffers to receive into, of all microbatches."""
+        """Bytes of the buffers to receive into: torch makes them for all microbatches; else one each way."""
         ends = (not self.first) + (not self.last)
-        return self.workload.microbatches * ends * self.stream
+        return (self.workload.microbatches if self._own_buffers else 1) * ends * self.stream
+
+    @property
+    def _own_buffers(self) -> bool:
+        """Whether every microbatch has its buffers, which are its tensors while it is in flight."""
+        return self.workload.system.buffers_every_microbatch
+
+    def receive(self, account: Account) -> None:
+        """What was a buffer is now a tensor."""
+        account.drop(PIPELINE_BUFFERS, self.stream if self._own_buffers else 0)
+        account.hold(ACTIVATIONS, self.stream)
+
+    def give_back(self, account: Account) -> None:
+        """The buffer is free for the next step."""
+        account.hold(PIPELINE_BUFFERS, self.stream if self._own_buffers else 0)
+
+    @cached_property
+    def sent(self) -> tuple[int, int]:
+        """Bytes that stay of what has been sent on: of every microbatch that is done, and of the last one alone.
+
+        gloo holds what it sends as long as somebody holds the send: GPipe and torch's runtime of several stages do
+        until the end of the step, 1F1B one of each direction. NCCL lets go, but a list of sends stays, and the first
+        half of a split backward leaves its gradient on the input.
+        """
+        name, gloo = self.workload.schedule, self.device == "cpu"
+        before, after = (held_elsewhere(self.workload, self.index, self.index + step) for step in (-1, 1))
+        if name == "1F1B":
+            return 0, self.stream * (before + (after and gloo))
+        if gloo:
+            return self.stream * (before + after), 0
+        return (self.stream * before, 0) if self.splits else (0, self.stream * before)
 
     @cached_property
     def unsharded(self) -> int:
@@ -140,8 +175,6 @@ class PipelinedStage(Stage):
 
     @property
     def splits(self) -> bool:
-        from koushi.schedules import SCHEDULES
-
         return SCHEDULES[self.workload.schedule].splits_backward
 
     @cached_property
@@ -150,15 +183,25 @@ class PipelinedStage(Stage):
         if self.first:
             account.go(forward_span(self.embedding(True)))
         else:
-            account.drop(PIPELINE_BUFFERS, self.stream)
-            account.hold(ACTIVATIONS, self.stream)
-        for stretch, count in self.blocks(True):
+            self.receive(account)
+        blocks = [(stretch, count) for stretch, count in self.blocks(True) if count]
+        for stretch, count in blocks:
             account.go(forward_span(stretch), count)
+        if not self._input_in_flight:
+            self.give_back(account)
         if self.last:
             account.go(forward_span(self.output(True)))
             account.where = "in forward, at the loss"
             account.go(forward_span(self.loss()))
         return account.close()
+
+    @cached_property
+    def _input_in_flight(self) -> bool:
+        """Whether the received input counts as an activation until backward."""
+        blocks = [stretch for stretch, count in self.blocks(True) if count]
+        if self.first or (not blocks and not self.last):
+            return True
+        return keeps_input(blocks[0] if blocks else self.output(True))
 
     def _stay(self, first: bool) -> bool:
         """Whether a block's gradients stay as autograd makes them until the block is done."""
@@ -212,8 +255,7 @@ def _backward(stage: PipelinedStage, first: bool, half: Half | None) -> Span:
             account.where = "in backward, at the loss" + tail
             account.go(backward_span(stage.loss()))
         else:
-            account.drop(PIPELINE_BUFFERS, stage.stream)
-            account.hold(ACTIVATIONS, stage.stream)
+            stage.receive(account)
     account.where = "in backward" + tail
     if stage.last:
         account.go(backward_span(stage.output(stay), half))
@@ -231,13 +273,15 @@ def _backward(stage: PipelinedStage, first: bool, half: Half | None) -> Span:
     elif half != "weights":
         # The gradient of the input is sent, and the buffers are there for the next step.
         account.drop(ACTIVATIONS, stage.stream)
-        account.hold(PIPELINE_BUFFERS, stage.stream)
-    if half != "weights":
-        if stage.last:
-            account.drop(LOGITS, stage.logits)
-        else:
-            account.drop(ACTIVATIONS, stage.stream)
-            account.hold(PIPELINE_BUFFERS, stage.stream)
+        if stage._input_in_flight:
+            stage.give_back(account)
+    if stage.last:
+        account.drop(LOGITS, 0 if half == "weights" else stage.logits)
+    else:
+        # The output is kept for the second half.
+        account.drop(ACTIVATIONS, 0 if half == "inputs" else stage.stream)
+        if half != "weights":
+            stage.give_back(account)
     return account.close()
 
 

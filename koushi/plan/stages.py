@@ -180,15 +180,24 @@ class Sharded:
         """After a unit's backward: its gradients, of ``width`` bytes an element, to this rank's shard of their sum."""
         if not self.stage.fsdp or not unit.whole:
             return
-        account, (master, _, reduce) = self.account, self.stage.widths
+        account = self.account
         self.reshard(unit)
         account.drop(COMMUNICATION_BUFFERS, self.scattered_before)
-        self.scattered_before = unit.padded * reduce
+        self.scattered_before = unit.padded * self.stage.widths[2]
         account.hold(COMMUNICATION_BUFFERS, self.scattered_before)
-        account.drop(UNSHARDED_GRADIENTS, unit.whole * width)
+        # A loop's variable in torch's foreach_reduce keeps the last gradient until the function is done.
+        late = unit.tensors[-1] * width if self.shards > 1 else 0
+        account.drop(UNSHARDED_GRADIENTS, unit.whole * width - late)
+        self._reduced(unit)
+        account.drop(UNSHARDED_GRADIENTS, late)
+
+    def _reduced(self, unit: Unit) -> None:
+        """From the input of a reduce-scatter to the gradients of this rank's shard."""
+        account, (master, _, reduce) = self.account, self.stage.widths
         shard = unit.padded // self.shards
         account.hold(GRADIENTS, shard * reduce)
-        if self.shards == 1:  # divided by the gradient divide factor, out of place
+        if self.shards == 1 or self.stage.device == "cpu":
+            # A group of one divides by the gradient divide factor, out of place; gloo adds up in a copy.
             account.touch(COMMUNICATION_BUFFERS, unit.padded * reduce)
         if self.replicas > 1 and not self.last:
             account.drop(GRADIENTS, 0 if self.first else shard * reduce)

@@ -16,7 +16,7 @@ from koushi.layout import Replicate, Shard, chunk
 from koushi.models.llama import layout as llama
 from koushi.models.llama.layout import EMBEDDING, OUTPUT, Parameter
 from koushi.plan.workload import Transformer, Workload
-from koushi.schedules import stages_of_rank
+from koushi.schedules import rank_of_stage, stages_of_rank
 
 POSITIONS = "positions.weight"
 
@@ -166,3 +166,12 @@ def held_stages(workload: Workload, pp: int) -> tuple[int, ...]:
     if workload.mesh.degree("pp") == 1:
         return tuple(range(len(workload.stage_layers)))
     return stages_of_rank(workload.schedule, workload.mesh.degree("pp"), len(workload.stage_layers), pp)
+
+
+def held_elsewhere(workload: Workload, stage: int, other: int) -> bool:
+    """Whether ``other`` is a stage, and held by another rank than ``stage``."""
+    n_stages, pp = len(workload.stage_layers), workload.mesh.degree("pp")
+    if pp == 1 or not 0 <= other < n_stages:
+        return False
+    schedule = workload.schedule
+    return rank_of_stage(schedule, pp, n_stages, stage) != rank_of_stage(schedule, pp, n_stages, other)

@@ -24,7 +24,8 @@ class Work:
     """Seconds, by what they go to; ``host`` runs beside the others."""
 
     ideal: float = 0.0
-    """What the model's matmuls and attention would take at the chip's peak, the causal half of attention left out."""
+    """What the model's matmuls and attention would take at the chip's peak for their dtype, the causal half of
+    attention left out."""
     matmul: float = 0.0
     """Of matmuls beyond that."""
     attention: float = 0.0
@@ -145,7 +146,7 @@ def _product(hardware: Hardware, key: Workload, shape: tuple[int, int, int], flo
     m, n, k = shape
     dtype = "float8" if float8 else key.compute
     seconds = matmul_seconds(hardware.chip, m, n, k, dtype, newest=key.system.newest_libraries)
-    ideal = 2.0 * m * n * k / hardware.chip.peak(key.compute)
+    ideal = 2.0 * m * n * k / hardware.chip.peak(dtype)
     return Work(ideal=ideal, matmul=seconds - ideal)
 
 
@@ -160,7 +161,8 @@ def _dense(hardware: Hardware, key: Workload, tokens: int, linear: Linear, float
     weights = _product(hardware, key, (outputs, inputs, tokens), float8)
     if float8:
         size = 2 * DTYPE_BYTES[key.compute] + 2
-        casts = tokens * inputs + inputs * outputs
+        # Where parameters are gathered in float8 each rank casts but its shard.
+        casts = tokens * inputs + (0 if key.system.gathers_float8 else inputs * outputs)
         forward += Work(memory=streaming_seconds(hardware.chip, size * casts, 4))
         back += Work(memory=streaming_seconds(hardware.chip, size * tokens * outputs, 2))
     return forward, back, weights

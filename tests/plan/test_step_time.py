@@ -220,4 +220,5 @@ def test_the_slowest_of_many_sets_the_pace() -> None:
 def test_float8_is_faster_but_not_twice() -> None:
     plain = replace(workload("llama3-70b", tp=8), system=System(fused=True))
     quick = replace(plain, system=replace(plain.system, float8=True))
+    assert min(step_time(quick, load("h100")).parts.values()) >= 0
     assert 1.1 < step_seconds(plain, load("h100")) / step_seconds(quick, load("h100")) < 1.8
