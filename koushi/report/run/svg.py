@@ -52,8 +52,10 @@ def line_chart(label: str, series: Sequence[Series]) -> str:
         dashes = ' stroke-dasharray="5 4"' if one.dashed else ""
         name = escape(one.name)
         if len(points) == 1:
-            x, y = path.split(",")
-            parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{one.colour}"><title>{name}</title></circle>')
+            across, up = at(*points[0])
+            parts.append(
+                f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3" fill="{one.colour}"><title>{name}</title></circle>'
+            )
         parts.append(f'<polyline points="{path}" style="stroke:{one.colour}"{dashes}><title>{name}</title></polyline>')
     return "".join(parts) + "</svg>"
 
