@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from koushi.errors import TrainingError
 from koushi.mesh import MeshSpec
-from koushi.parallel.ledger import name_groups, open_ledger
+from koushi.parallel.ledger import START, name_groups, open_ledger
 
 
 @dataclass(frozen=True)
@@ -86,22 +88,61 @@ def resolve_device(choice: str) -> str:
 
 
 def init_process_group(device: torch.device, timeout: float) -> None:
-    """Join the world that the launcher's environment variables describe."""
+    """Join the world that the launcher's environment variables describe.
+
+    Raises TrainingError where not all its ranks come within ``timeout`` seconds.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        open_ledger(int(os.environ["RANK"]))
     backend, patience = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: dist.Store | None = None
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agents' store outlives the ranks of the starts before, and still holds their addresses.
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
+        )
+        if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+            start = agree_on_start(store, rank, world, timeout)
+        store = dist.PrefixStore(f"start-{start}", store)
+    os.environ[START] = start
+    if world > 1:
+        open_ledger(rank)
+    if store is None:
         dist.init_process_group(backend, timeout=patience)
-        return
-    # The agent's store has outlived the ranks of the last attempt, and still holds their addresses.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"attempt-{attempt}", store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=patience,
-    )
+    else:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+
+
+def agree_on_start(store: dist.Store, rank: int, world: int, timeout: float) -> str:
+    """A name that the ranks of this start share, and that none before had. For several nodes, whose agents count
+    restarts each on its own.
+
+    Rank 0 makes the name. Another rank asks under a name of its own, so that it takes no answer to a rank before it;
+    rank 0 answers until it is heard, so that it takes no rank before for one that is there. Raises TrainingError on
+    rank 0 where one has not asked in ``timeout`` seconds, DistStoreError on one that rank 0 has not answered.
+    """
+    mine = uuid4().hex
+    if rank > 0:
+        store.set(f"asked/{rank}", mine)
+        name = store.get(f"answer/{mine}").decode()
+        store.set(f"heard/{mine}/{name}", "")
+        return name
+    missing, end = set(range(1, world)), time.monotonic() + timeout
+    while missing:
+        for other in sorted(missing):
+            if not store.check([f"asked/{other}"]):
+                continue
+            asked = store.get(f"asked/{other}").decode()
+            store.set(f"answer/{asked}", mine)
+            if store.check([f"heard/{asked}/{mine}"]):
+                missing.remove(other)
+        if missing and time.monotonic() > end:
+            first = ", ".join(str(one) for one in sorted(missing)[:8]) + (", ..." if len(missing) > 8 else "")
+            raise TrainingError(
+                f"after {timeout:.0f} s (run.timeout) {len(missing)} of {world} ranks have not joined: {first}; see "
+                "whether their node has started, and reaches this one"
+            )
+        time.sleep(0.02 if missing else 0)
+    return mine

@@ -52,6 +52,8 @@ ASK = signal.SIGUSR2
 
 LEDGER = "KOUSHI_LEDGER"
 """Environment variable: the folder of the ledgers of this machine's ranks."""
+START = "KOUSHI_START"
+"""Environment variable, set by the process itself: which start of the world it belongs to."""
 
 HEAD = struct.Struct("=qqqq")
 """Process id, rank, training step (from 1; 0 before the first), channels in use."""
@@ -188,12 +190,12 @@ _ledger: list[Ledger] = []
 
 
 def ledgers_here() -> Path:
-    """Where the ranks of this machine and this attempt keep their ledgers: their launcher's choice, else the same
-    for all children of one torchrun."""
+    """Where the ranks of this machine and this start keep their ledgers: their launcher's choice, else the same for
+    all children of one torchrun."""
     chosen = os.environ.get(LEDGER)
     if chosen:
         return Path(chosen)
-    names = (str(os.getppid()), os.environ.get("MASTER_PORT", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    names = (str(os.getppid()), os.environ.get("MASTER_PORT", ""), os.environ.get(START, "0"))
     return Path(tempfile.gettempdir()) / f"koushi-{os.getuid()}-{'-'.join(names)}"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from koushi.mesh import MeshSpec
-from koushi.parallel.ledger import ledger_folder
+from koushi.parallel.ledger import START, ledger_folder
 from koushi.train.records import Call, Channel, Record, python_stack, read_ledger
 from koushi.train.stuck import Diagnosis, diagnose
 
@@ -86,10 +86,10 @@ def end_processes(finding: Finding) -> None:
 
 def _from_other_machines(here: dict[int, Record], world: int) -> dict[int, Record]:
     """What the other machines' ranks have told, after telling them of ``here``."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    start = os.environ.get(START, "0")
 
     def key(rank: int) -> str:
-        return f"koushi-stuck/{attempt}/{rank}"
+        return f"koushi-stuck/{start}/{rank}"
 
     found = {}
     try:
