@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from koushi.parallel import ledger
+from koushi.parallel import arrivals
 
 # Private: the functional collectives. The public ones write into a buffer, which a replayed forward
 # would leave empty where selective recompute has kept the operator's output.
@@ -76,12 +76,12 @@ _Run = Callable[[Tensor, int, int, str], Tensor]
 
 
 def _noted(operation: str, run: _Run) -> _Run:
-    """``run``, which the ledger sees: these calls do not go through a ProcessGroup's own methods."""
+    """``run``, which the book sees: these calls do not go through a ProcessGroup's own methods."""
 
     def call(x: Tensor, dim: int, degree: int, group: str) -> Tensor:
-        mark = ledger.begin(group, operation, x.nbytes * (degree if operation == "all_gather" else 1))
+        mark = arrivals.begin(group, operation, x.nbytes * (degree if operation == "all_gather" else 1))
         result = run(x, dim, degree, group)
-        ledger.end(mark)
+        arrivals.end(mark)
         return result
 
     return call

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from koushi.errors import TrainingError
 from koushi.mesh import MeshSpec
-from koushi.parallel.ledger import START, name_groups, open_ledger
+from koushi.parallel.arrivals import START, name_groups, open_book
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def init_process_group(device: torch.device, timeout: float) -> None:
         store = dist.PrefixStore(f"start-{start}", store)
     os.environ[START] = start
     if world > 1:
-        open_ledger(rank)
+        open_book(rank)
     if store is None:
         dist.init_process_group(backend, timeout=patience)
     else:

@@ -1,4 +1,4 @@
-"""Asking, when a collective has timed out, what all ranks are in: those of this machine by their ledgers, the
+"""Asking, when a collective has timed out, what all ranks are in: those of this machine by their books, the
 others through the store that brought the ranks together.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from koushi.mesh import MeshSpec
-from koushi.parallel.ledger import START, ledger_folder
-from koushi.train.records import Call, Channel, Record, python_stack, read_ledger
+from koushi.parallel.arrivals import START, book_folder
+from koushi.train.records import Call, Channel, Record, python_stack, read_books
 from koushi.train.stuck import Diagnosis, diagnose
 
 PATIENCE = 3.0
@@ -48,11 +48,11 @@ def timed_out(error: BaseException) -> bool:
 
 
 def inquire(mesh: MeshSpec) -> Finding | None:
-    """Find out what holds the ranks up; None where this process keeps no ledger or no rank waits for another."""
-    folder = ledger_folder()
+    """Find out what holds the ranks up; None where this process keeps no book or no rank waits for another."""
+    folder = book_folder()
     if folder is None:
         return None
-    here = read_ledger(folder)
+    here = read_books(folder)
     records = here if len(here) == mesh.world_size else here | _from_other_machines(here, mesh.world_size)
     found = diagnose(mesh, records)
     return _finding(found, here, folder) if found is not None else None
@@ -71,10 +71,10 @@ def _finding(found: Diagnosis, here: dict[int, Record], folder: Path) -> Finding
 
 
 def inquest(mesh: MeshSpec, folder: Path) -> Finding | None:
-    """As ``inquire``, of ranks that have all ended, from the ledgers they left in ``folder``."""
+    """As ``inquire``, of ranks that have all ended, from the books they left in ``folder``."""
     if not folder.is_dir():
         return None
-    found = diagnose(mesh, {rank: replace(record, state="") for rank, record in read_ledger(folder).items()})
+    found = diagnose(mesh, {rank: replace(record, state="") for rank, record in read_books(folder).items()})
     return Finding(found.headline, "\n".join(f"  {line}" for line in found.lines), ()) if found is not None else None
 
 

@@ -34,8 +34,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from koushi.errors import RankFailure, Stopped, TrainingError
 from koushi.job import Job
+from koushi.parallel.arrivals import ARRIVALS
 from koushi.parallel.device_mesh import resolve_device
-from koushi.parallel.ledger import LEDGER
 from koushi.train.failures import (
     failure_text,
     lost_peer,
@@ -171,17 +171,17 @@ def _start_world(worker: Worker, job: Job, max_restarts: int) -> None:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             text = failure_text(job.mesh, read_reports(folder / str(max_restarts)), rank, failure.exitcode)
-            raise RankFailure(text + _why_aborted(job, folder / f"ledger-{max_restarts}", failure.exitcode)) from None
+            raise RankFailure(text + _why_aborted(job, folder / f"book-{max_restarts}", failure.exitcode)) from None
         except SignalException as error:
             raise Stopped(error.sigval, error.sigval.name) from None
         except KeyboardInterrupt:
             raise Stopped(signal.SIGINT, "SIGINT") from None
 
 
-def _why_aborted(job: Job, ledgers: Path, code: int) -> str:
+def _why_aborted(job: Job, books: Path, code: int) -> str:
     """What the ranks were in where native code ended one: gloo does so on a message of the wrong size, NCCL's
     watchdog when a collective takes too long, and neither raises anything in Python."""
-    finding = inquest(job.mesh, ledgers) if code == -signal.SIGABRT else None
+    finding = inquest(job.mesh, books) if code == -signal.SIGABRT else None
     return f"\n{finding.headline}\n{finding.details}" if finding is not None else ""
 
 
@@ -213,7 +213,7 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    os.environ[LEDGER] = str(folder / f"ledger-{attempt}")
+    os.environ[ARRIVALS] = str(folder / f"book-{attempt}")
     if attempt and os.environ["RANK"] == "0":
         print(
             f"restart {attempt}: {restart_reason(job.mesh, read_reports(folder / str(attempt - 1)))}", file=sys.stderr

@@ -103,7 +103,7 @@ class JsonLines(Sink):
             # Without a buffer: what could not be written would fail a second time when the file is closed.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise _unwritable(path, error) from None
+            raise unwritable(path, error) from None
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(asdict(metrics))
@@ -120,10 +120,11 @@ class JsonLines(Sink):
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            raise _unwritable(self._path, error) from None
+            raise unwritable(self._path, error) from None
 
 
-def _unwritable(path: Path, error: OSError) -> TrainingError:
+def unwritable(path: Path, error: OSError) -> TrainingError:
+    """What to say of a file of the run's folder."""
     return TrainingError(
         f"cannot write {path}: {error.strerror or error}; make room there, and the run goes on from its last "
         "checkpoint, if it has one"
@@ -158,7 +159,7 @@ def forget_after(path: Path, step: int) -> float:
         os.replace(draft, path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
     return elapsed
 
 

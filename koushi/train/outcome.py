@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from koushi.job import Job
 from koushi.parallel import arrivals
 from koushi.plan.plan import plan
 from koushi.plan.workload import of_job
-from koushi.train.metrics import peak_memory
+from koushi.train.metrics import peak_memory, unwritable
 from koushi.units import bytes_text, seconds_text
 
 EVERY = 50
@@ -31,36 +32,57 @@ def assumed_hardware(job: Job, device_name: str) -> Hardware | None:
     return hardware_of(device_name) if device_name else load("cpu")
 
 
-def predicted(job: Job, hardware: Hardware) -> dict[str, Any]:
-    """The plan's figures that a run can be held against; bytes are what the busiest rank sends in a step."""
+def predicted(job: Job, hardware: Hardware, crowding: float = 1.0) -> dict[str, Any]:
+    """The plan's figures that a run can be held against; bytes are what the busiest rank sends in a step.
+
+    ``crowding``: how many ranks share what the plan takes for one device.
+    """
     planned = plan(of_job(job), hardware)
     sent: dict[str, float] = defaultdict(float)
     for use in planned.submeshes:
         sent[use.name] += sum(one.collective.wire_bytes(use.degree) * one.calls for one in use.calls)
     return {
         "hardware": hardware.name,
-        "step_seconds": planned.time.seconds,
+        "step_seconds": planned.time.seconds * crowding,
         "memory_bytes": planned.memory.reserved,
         "bytes": dict(sent),
     }
+
+
+def crowding(device: torch.device) -> float:
+    """Ranks of this machine for each of its cores, where a core is a device; at least 1."""
+    if device.type == "cuda":
+        return 1.0
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return max(1.0, here / (os.cpu_count() or 1))
+
+
+def write_line(path: Path, row: dict[str, Any], mode: Literal["a", "w"]) -> None:
+    """Raises TrainingError where ``path`` cannot be written."""
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise unwritable(path, error) from None
 
 
 @final
 class Outcome:
     """Gathers every rank's figures now and then; rank 0 keeps them beside what was predicted."""
 
-    def __init__(self, job: Job, device: torch.device, folder: Path, device_name: str):
+    def __init__(self, job: Job, device: torch.device, folder: Path, device_name: str, before: int):
+        """``before``: the process's memory before the model was built, which on a CPU is Python's and torch's own."""
         self._job = job
         self._device = device
         self._folder = folder
-        self._before = 0 if device.type == "cuda" else peak_memory(device)
+        self._before = 0 if device.type == "cuda" else before
         self._waited, self._step = 0.0, 0
         self._seconds: list[float] = []
         self._predicted: dict[str, Any] | None = None
         hardware = assumed_hardware(job, device_name)
         if dist.get_rank() == 0 and hardware is not None:
-            self._predicted = predicted(job, hardware)
-            (folder / "predicted.json").write_text(json.dumps(self._predicted) + "\n", encoding="utf-8")
+            self._predicted = predicted(job, hardware, crowding(device))
+            write_line(folder / "predicted.json", self._predicted, "w")
 
     def begin(self, step: int) -> None:
         """Training goes on from ``step`` steps."""
@@ -93,8 +115,7 @@ class Outcome:
             "memory_bytes": [memory for _, memory in figures],
             "coordinates": [mesh.describe(rank) for rank in range(mesh.world_size)],
         }
-        with (self._folder / "ranks.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        write_line(self._folder / "ranks.jsonl", row, "a")
 
     def _compared(self, memory: float) -> str:
         """One line for people."""

@@ -1,4 +1,4 @@
-"""Reading what the ranks of this machine have noted in their ledgers."""
+"""Reading what the ranks of this machine have noted in their books."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from koushi.parallel.ledger import (
+from koushi.parallel.arrivals import (
     ASK,
     CALL,
     CHANNEL_SIZE,
@@ -67,7 +67,7 @@ class Record:
     channels: tuple[Channel, ...]
 
 
-def read_ledger(folder: Path) -> dict[int, Record]:
+def read_books(folder: Path) -> dict[int, Record]:
     """The records of this machine's ranks, by rank."""
     now = time.monotonic()
     found = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from koushi.mesh import MeshSpec
-from koushi.parallel.ledger import ALL_RANKS
+from koushi.parallel.arrivals import ALL_RANKS
 from koushi.train.records import Call, Channel, Record
 from koushi.units import bytes_text
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 
 from koushi.mesh import MeshSpec
-from koushi.parallel.ledger import ALL_RANKS
+from koushi.parallel.arrivals import ALL_RANKS
 from koushi.train.inquiry import record_from
 from koushi.train.records import Call, Channel, Record
 from koushi.train.stuck import diagnose

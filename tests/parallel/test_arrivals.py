@@ -1,4 +1,4 @@
-"""Every collective of a rank stands in its ledger, whoever calls it, and others can read it."""
+"""Every collective of a rank stands in its book, whoever calls it, and others can read it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from koushi.mesh import MeshSpec
-from koushi.parallel import ledger
+from koushi.parallel import arrivals
 from koushi.parallel.collectives import all_gather, reduce_scatter
 from koushi.parallel.device_mesh import build_mesh
-from koushi.train.records import Channel, Record, process_state, python_stack, read_ledger
+from koushi.train.records import Channel, Record, process_state, python_stack, read_books
 
 
 def mine() -> Record:
-    ledger.open_ledger(dist.get_rank())
-    folder = ledger.ledger_folder()
+    arrivals.open_book(dist.get_rank())
+    folder = arrivals.book_folder()
     assert folder is not None
-    return read_ledger(folder)[dist.get_rank()]
+    return read_books(folder)[dist.get_rank()]
 
 
 def channels() -> dict[tuple[str, int | None, bool], Channel]:
@@ -45,15 +45,15 @@ def calls_on(group: dist.ProcessGroup) -> int:
 
 
 def a_collective_stands_there_until_it_is_waited_for() -> None:
-    ledger.open_ledger(dist.get_rank())
-    ledger.at_step(7)
+    arrivals.open_book(dist.get_rank())
+    arrivals.at_step(7)
     group = dist.new_group()
     dist.barrier(group)
     work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
     begun = collectives(group)
     work.wait()
     done = collectives(group)
-    assert (begun.submesh, begun.waiting) == (ledger.ALL_RANKS, None)
+    assert (begun.submesh, begun.waiting) == (arrivals.ALL_RANKS, None)
     assert (begun.started.operation, begun.started.size, begun.started.step) == ("all_reduce", 20, 7)
     assert begun.finished is not None and begun.finished.operation == "barrier"
     assert done.finished is not None and done.finished.operation == "all_reduce"
@@ -63,7 +63,7 @@ def a_collective_stands_there_until_it_is_waited_for() -> None:
 
 
 def messages_have_a_channel_each_way() -> None:
-    ledger.open_ledger(dist.get_rank())
+    arrivals.open_book(dist.get_rank())
     rank, group = dist.get_rank(), dist.new_group()
     peer = 1 - rank
     for size in (3, 4):
@@ -80,7 +80,7 @@ def messages_have_a_channel_each_way() -> None:
 
 
 def our_own_operators_are_noted_on_their_sub_mesh() -> None:
-    ledger.open_ledger(dist.get_rank())
+    arrivals.open_book(dist.get_rank())
     group = build_mesh(MeshSpec.of(tp=2), "cpu").get_group("tp")
     before = calls_on(group)
     all_gather(torch.ones(2, 3), 0, group)
@@ -95,7 +95,7 @@ def our_own_operators_are_noted_on_their_sub_mesh() -> None:
 
 def fsdp_is_noted_call_by_call() -> None:
     """An all-gather forward, a reduce-scatter backward: the private methods that torch calls are those we note."""
-    ledger.open_ledger(dist.get_rank())
+    arrivals.open_book(dist.get_rank())
     mesh = build_mesh(MeshSpec.of(dp_shard=2), "cpu")["dp_shard"]
     linear = nn.Linear(4, 4, bias=False)
     fully_shard(linear, mesh=mesh)
@@ -112,10 +112,10 @@ def fsdp_is_noted_call_by_call() -> None:
 
 
 def a_rank_tells_where_it_is_in_python() -> None:
-    ledger.open_ledger(dist.get_rank())
-    folder = ledger.ledger_folder()
+    arrivals.open_book(dist.get_rank())
+    folder = arrivals.book_folder()
     assert folder is not None
-    record = read_ledger(folder)[dist.get_rank()]
+    record = read_books(folder)[dist.get_rank()]
     stack = python_stack(folder, record)
     dist.barrier()
     assert any("in a_rank_tells_where_it_is_in_python" in line for line in stack), stack
@@ -136,19 +136,19 @@ def test_on_two_ranks(check: Check, said: dict[str, list[str]]) -> None:
 
 
 def test_every_method_that_torch_may_call_is_there_under_one_of_its_names() -> None:
-    here = {ledger._CALLS[name][0] for name in ledger._CALLS if name in vars(dist.ProcessGroup)}
-    assert here == set(ledger.OPERATIONS), "parallel/ledger.py: ProcessGroup has other methods"
+    here = {arrivals._CALLS[name][0] for name in arrivals._CALLS if name in vars(dist.ProcessGroup)}
+    assert here == set(arrivals.OPERATIONS), "parallel/arrivals.py: ProcessGroup has other methods"
 
 
 def test_more_channels_than_fit_are_left_out(tmp_path: Path) -> None:
-    book = ledger.Ledger(tmp_path, 3)
-    for number in range(ledger.CHANNELS + 5):
+    book = arrivals.Book(tmp_path, 3)
+    for number in range(arrivals.CHANNELS + 5):
         channel = book.channel(f"group {number}")
         if channel is not None:
             channel.start(0, number)
-    record = read_ledger(tmp_path)[3]
-    assert len(record.channels) == ledger.CHANNELS
-    assert record.channels[-1].started.size == ledger.CHANNELS - 1
+    record = read_books(tmp_path)[3]
+    assert len(record.channels) == arrivals.CHANNELS
+    assert record.channels[-1].started.size == arrivals.CHANNELS - 1
     book.remove()
     assert not tmp_path.exists()
 
@@ -156,7 +156,7 @@ def test_more_channels_than_fit_are_left_out(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_ours_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(PermissionError) as caught:
-        ledger.Ledger(tmp_path / "link", 0)
+        arrivals.Book(tmp_path / "link", 0)
     assert caught.value.errno == errno.EPERM
     assert not (tmp_path / "0").exists()
 

@@ -50,8 +50,8 @@ ALL_RANKS = "all ranks"
 ASK = signal.SIGUSR2
 """Makes a rank write where it is in Python."""
 
-LEDGER = "KOUSHI_LEDGER"
-"""Environment variable: the folder of the ledgers of this machine's ranks."""
+ARRIVALS = "KOUSHI_ARRIVALS"
+"""Environment variable: the folder of the books of this machine's ranks."""
 START = "KOUSHI_START"
 """Environment variable, set by the process itself: which start of the world it belongs to."""
 
@@ -80,12 +80,13 @@ Mark = tuple["_Channel", int, int, int]
 class _Channel:
     """The part of the file of one channel that this rank takes part in."""
 
-    __slots__ = ("_file", "_ledger", "_offset", "count")
+    __slots__ = ("_book", "_file", "_offset", "_since", "count")
 
-    def __init__(self, ledger: Ledger, file: mmap.mmap, offset: int):
-        self._ledger = ledger
+    def __init__(self, book: Book, file: mmap.mmap, offset: int):
+        self._book = book
         self._file = file
         self._offset = offset
+        self._since: float | None = None
         self.count = 0
 
     def name(self, submesh: str, group: str, peer: int, outward: bool) -> None:
@@ -94,31 +95,38 @@ class _Channel:
     def start(self, operation: int, size: int) -> Mark:
         self.count += 1
         self._note(STARTED, self.count, operation, size)
-        self._note(WAITING, self.count, operation, size)
+        self._since = self._note(WAITING, self.count, operation, size)
         return self, self.count, operation, size
 
     def wait(self, count: int, operation: int, size: int) -> None:
-        self._note(WAITING, count, operation, size)
+        self._since = self._note(WAITING, count, operation, size)
 
     def leave(self) -> None:
         """Not waiting, whether or not it has finished."""
+        self._since = None
         _COUNT.pack_into(self._file, self._offset + WAITING, 0)
 
     def finish(self, count: int, operation: int, size: int) -> None:
-        self._note(FINISHED, count, operation, size)
+        now = self._note(FINISHED, count, operation, size)
+        if self._since is not None:
+            self._book.waited += now - self._since
         self.leave()
 
-    def _note(self, place: int, count: int, operation: int, size: int) -> None:
-        CALL.pack_into(self._file, self._offset + place, count, operation, size, time.monotonic(), self._ledger.step)
+    def _note(self, place: int, count: int, operation: int, size: int) -> float:
+        now = time.monotonic()
+        CALL.pack_into(self._file, self._offset + place, count, operation, size, now, self._book.step)
+        return now
 
 
 @final
-class Ledger:
+class Book:
     """This process's own file, ``<folder>/<rank>``."""
 
     def __init__(self, folder: Path, rank: int):
         self.folder = _own(folder)
         self.step = 0
+        self.waited = 0.0
+        """Seconds in all that this rank has waited in collectives."""
         self.works: dict[int, Mark] = {}
         """Calls not yet waited for, by the identity of torch's handle."""
         self._names: dict[str, str] = {}
@@ -185,68 +193,73 @@ def _answer_with_stack(path: Path) -> TextIO:
     return file
 
 
-_ledger: list[Ledger] = []
-"""The open ledger of this process, if there is one."""
+_book: list[Book] = []
+"""The open book of this process, if there is one."""
 
 
-def ledgers_here() -> Path:
-    """Where the ranks of this machine and this start keep their ledgers: their launcher's choice, else the same for
+def books_here() -> Path:
+    """Where the ranks of this machine and this start keep their books: their launcher's choice, else the same for
     all children of one torchrun."""
-    chosen = os.environ.get(LEDGER)
+    chosen = os.environ.get(ARRIVALS)
     if chosen:
         return Path(chosen)
     names = (str(os.getppid()), os.environ.get("MASTER_PORT", ""), os.environ.get(START, "0"))
     return Path(tempfile.gettempdir()) / f"koushi-{os.getuid()}-{'-'.join(names)}"
 
 
-def open_ledger(rank: int) -> None:
+def open_book(rank: int) -> None:
     """Note from now on what this process's groups do.
 
-    Without a ledger, where its file cannot be written, a run is as good but for what it tells when it is stuck.
+    Without a book, where its file cannot be written, a run is as good but for what it tells when it is stuck.
     """
-    if _ledger:
+    if _book:
         return
     try:
-        _ledger.append(Ledger(ledgers_here(), rank))
+        _book.append(Book(books_here(), rank))
     except OSError as error:
         print(f"warning: a stuck run will not tell why: {error}", file=sys.stderr)
         return
-    atexit.register(close_ledger)
+    atexit.register(close_book)
     for name, (operation, size) in _CALLS.items():
         if name in vars(dist.ProcessGroup):
             setattr(dist.ProcessGroup, name, _noted(name, operation, size))
     dist.Work.wait = _noted_wait(dist.Work.wait)  # type: ignore[method-assign]
 
 
-def close_ledger() -> None:
+def close_book() -> None:
     """Remove this process's file, after a run that went well."""
-    while _ledger:
-        _ledger.pop().remove()
+    while _book:
+        _book.pop().remove()
 
 
-def ledger_folder() -> Path | None:
+def book_folder() -> Path | None:
     """Where this process and its machine's other ranks keep their files, if they do."""
-    return _ledger[0].folder if _ledger else None
+    return _book[0].folder if _book else None
 
 
 def name_groups(groups: Mapping[str, dist.ProcessGroup]) -> None:
     """Tell of this rank's groups by the names of their mesh dims."""
-    for ledger in _ledger:
+    for book in _book:
         for submesh, group in groups.items():
-            ledger.name(group.group_name, submesh)
+            book.name(group.group_name, submesh)
 
 
 def at_step(step: int) -> None:
     """The training step, from 1, that begins now."""
-    if _ledger:
-        _ledger[0].at_step(step)
+    if _book:
+        _book[0].at_step(step)
+
+
+def waited_seconds() -> float:
+    """How long this rank has waited in collectives so far; 0 without a book."""
+    return _book[0].waited if _book else 0.0
 
 
 def begin(group: str, operation: str, size: int) -> Mark | None:
     """Note that this rank starts a collective of ``size`` bytes on the torch group ``group`` and waits in it."""
-    if not _ledger:
+    if not _book:
         return None
-    channel = _ledger[0].channel(group)
+    channel = _book[0].channel(group)
     return channel.start(OPERATIONS.index(operation), size) if channel is not None else None
 
 
@@ -303,20 +316,20 @@ def _noted(name: str, operation: str, size: Callable[[tuple[Any, ...]], int]) ->
 
     @functools.wraps(method)
     def call(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
-        if not _ledger:
+        if not _book:
             return method(group, *arguments, **named)
-        ledger = _ledger[0]
+        book = _book[0]
         if message:
-            channel = ledger.channel(group.group_name, dist.get_global_rank(group, arguments[1]), outward)
+            channel = book.channel(group.group_name, dist.get_global_rank(group, arguments[1]), outward)
         else:
-            channel = ledger.channel(group.group_name)
+            channel = book.channel(group.group_name)
         if channel is None:
             return method(group, *arguments, **named)
         mark = channel.start(index, size(arguments))
         work = method(group, *arguments, **named)
         channel.leave()
         if work is not None:
-            ledger.works[id(work)] = mark
+            book.works[id(work)] = mark
         return work
 
     return call
@@ -327,7 +340,7 @@ def _noted_wait(method: Callable[..., bool]) -> Callable[..., bool]:
 
     @functools.wraps(method)
     def wait(work: dist.Work, *arguments: Any, **named: Any) -> bool:
-        mark = _ledger[0].works.pop(id(work), None) if _ledger else None
+        mark = _book[0].works.pop(id(work), None) if _book else None
         if mark is None:
             return method(work, *arguments, **named)
         channel, *call = mark
