@@ -1,0 +1,158 @@
+"""A world of the true size in one process, without a device and without a network.
+
+torch's fake process group gives every rank its groups and carries nothing. Tensors lie on the meta
+device, which has shapes and storages but no bytes. What torch must be told to run its sharding and
+its pipelines there is all in this file, each with its reason; ``tests/dryrun/test_world.py`` fails where
+torch has changed.
+
+One world per process: torch keeps process groups in caches that outlive them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.stage import InferenceMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _foreach_utils
+
+from koushi.mesh import MeshSpec
+
+DeviceKind = Literal["cpu", "cuda"]
+META = torch.device("meta")
+
+BACKEND = "cpu:fake,meta:fake"
+"""Naming meta here gives its tensors a backend, which point-to-point batches look up."""
+
+
+class _Event:
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+
+class _Stream:
+    """Everything happens at once, in program order."""
+
+    def __init__(self, priority: int = 0) -> None:
+        pass
+
+    def record_event(self, event: object = None) -> _Event:
+        return _Event()
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+
+_STREAM = _Stream()
+
+
+class _MetaDevice:
+    """What ``torch.cuda`` is for CUDA, as far as sharding asks: torch looks for the module ``torch.<device type>``."""
+
+    Stream = _Stream
+    Event = _Event
+
+    @staticmethod
+    def current_stream() -> _Stream:
+        return _STREAM
+
+    @staticmethod
+    def stream(stream: _Stream) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @staticmethod
+    def current_device() -> None:
+        """Meta has no index."""
+        return None
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+
+@contextmanager
+def world(spec: MeshSpec, rank: int, kind: DeviceKind) -> Iterator[torch.device]:
+    """Be ``rank`` of the world that ``spec`` describes, on devices of ``kind``; gives the device to build on."""
+    assert not dist.is_initialized(), "a process can be one rank of one world, once"
+    dist.init_process_group(BACKEND, rank=rank, world_size=spec.world_size, store=FakeStore())
+    with patched(kind):
+        yield META
+
+
+@contextmanager
+def patched(kind: DeviceKind) -> Iterator[None]:
+    """Let torch's sharding, pipelines, optimizer and attention run on meta as they do on ``kind``."""
+    foreach = [*_foreach_utils._get_foreach_kernels_supported_devices(), "meta"]
+    fused = [*_foreach_utils._get_fused_kernels_supported_devices(), "meta"]
+    with (
+        patch.object(torch, "meta", _MetaDevice, create=True),
+        # Refuses parameters without values.
+        patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+        # Ranks vote on whether shapes are known beforehand, by a number that would have to arrive.
+        patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known),
+        # Their caches of random state have no meta.
+        patch.object(torch.random, "fork_rng", lambda **_: nullcontext()),
+        # CPU and CUDA have one kernel for many tensors; the lists are asked by name of the device.
+        patch.object(_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: foreach),
+        patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: fused),
+        patch("torch.optim.adam._get_fused_kernels_supported_devices", lambda: fused, create=True),
+        patch.object(F, "scaled_dot_product_attention", _ATTENTION[kind]),
+        patch.object(F, "rms_norm", fused_rms_norm) if kind == "cuda" else nullcontext(),
+    ):
+        yield
+
+
+def _shapes_are_known(self: object, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
+def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """What CUDA runs for bfloat16, heads padded to a multiple of 8; on meta torch would take it apart."""
+    return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False)[0])
+
+
+def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0])
+
+
+_ATTENTION = {"cuda": _flash_cuda, "cpu": _flash_cpu}
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Shapes and saved tensors of the CUDA kernel; on meta torch takes the norm apart, as it does on CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    assert list(shape) == list(x.shape[-1:]) and weight.dtype == x.dtype, "only what koushi.models.layers asks for"
+    return cast(Tensor, _FusedRMSNorm.apply(x, weight))  # type: ignore[no-untyped-call]
