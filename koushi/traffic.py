@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
+Operation = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv",
+    "broadcast", "reduce", "gather", "scatter", "barrier",
+]  # fmt: skip
+"""Those of the second line Koushi never uses in a step; the audit has to name them where it finds one."""
 Phase = Literal["start", "forward", "backward", "optimizer"]
 """start: before the first forward of a step. backward: with what is recomputed in it. optimizer: what follows
 the last backward: sums of copied and tied gradients, norm, update."""
