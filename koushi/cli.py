@@ -126,6 +126,25 @@ def verify(steps: int, precision: Literal["float32", "float64"], arguments: tupl
     run(run_path, overrides, steps, precision)
 
 
+@commands.command("dry-run", context_settings=_ARGUMENTS)
+@click.option("--json", "as_data", is_flag=True, help="Everything as one JSON object, every collective in order.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
+def dry_run(as_data: bool, arguments: tuple[str, ...]) -> None:
+    """Run one step as every rank that differs, without devices: memory, collectives, FLOPs.
+
+    The real program on tensors that hold nothing, for as many ranks as the run file asks.
+
+    \b
+    Example:
+      koushi dry-run examples/debug.yaml
+      koushi dry-run examples/llama_128.yaml --json
+    """
+    from koushi.dryrun.command import dry_run as run
+
+    run_path, overrides = _split(arguments)
+    run(run_path, overrides, as_data=as_data)
+
+
 @commands.group(cls=Commands)
 def convert() -> None:
     """Turn a Hugging Face folder into a checkpoint, or a checkpoint into such a folder.
@@ -241,7 +260,7 @@ def inspect(path: Path, tensors: bool) -> None:
     run(path, tensors)
 
 
-for _command in (check, train, verify):
+for _command in (check, train, verify, dry_run):
     _command.epilog = " ".join(OVERRIDES.split())
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from koushi.parallel.calls import Call, Operator
+from koushi.parallel.ledger import Observer
 from koushi.traffic import Phase
 
 _aten = torch.ops.aten
@@ -58,18 +60,22 @@ FORMULAS: Mapping[Any, Callable[[tuple[Any, ...]], int]] = {
 }
 
 
-class FlopLog:
-    """FLOPs by phase, and the running total."""
+class FlopLog(Observer):
+    """FLOPs by phase, and how many had been done when each collective was issued."""
 
-    def __init__(self, phase: Callable[[], Phase]):
-        self._phase = phase
+    def __init__(self) -> None:
+        self.place: Callable[[], tuple[Phase, str]] = lambda: ("start", "")
         self.phases: Counter[Phase] = Counter()
         self.total = 0
+        self.before: list[int] = []
 
-    def saw(self, operation: Any, args: tuple[Any, ...]) -> None:
-        """An operator has run."""
-        formula = FORMULAS.get(operation)
+    def saw(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, call: Call | None
+    ) -> None:
+        if call is not None:
+            self.before.append(self.total)
+        formula = FORMULAS.get(operator)
         if formula is not None:
             flops = formula(args)
-            self.phases[self._phase()] += flops
+            self.phases[self.place()[0]] += flops
             self.total += flops

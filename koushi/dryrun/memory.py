@@ -17,6 +17,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from koushi.parallel.calls import Call, Operator, tensors_in
+from koushi.parallel.ledger import Observer
 from koushi.traffic import Phase
 
 Kind = Literal[
@@ -61,14 +63,16 @@ class Peak:
     """Bytes by the module that made them; those of the step itself under an empty name."""
 
 
-class MemoryLog:
+class MemoryLog(Observer):
     """Every change of every storage, in order; kinds may be told at any time, also after the storage has gone."""
 
-    def __init__(self, device_type: str, place: Callable[[], Place], logits: tuple[int, int]):
+    place: Callable[[], Place]
+
+    def __init__(self, device_type: str, logits: tuple[int, int]):
         """``logits``: the rank's share of the vocabulary, and the numbers in the logits of a microbatch."""
         self._device_type = device_type
-        self._place = place
         self._logits = logits
+        self.place = lambda: ("start", "")
         self.blocks: list[Block] = []
         self.changes: list[tuple[int, int]] = []
         """Block and the bytes it grew by."""
@@ -94,20 +98,23 @@ class MemoryLog:
         with patch.object(torch.UntypedStorage, "resize_", resized):
             yield
 
-    def saw(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """An operator has run."""
-        for tensor in _tensors(out):
+    def saw(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, call: Call | None
+    ) -> None:
+        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             self._see(tensor)
-        rule = _RULES.get(operation)
+        rule = _RULES.get(operator)
         if rule is not None:
             rule(self, args, kwargs, out)
 
-    def tell(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """Say what the storages of ``tensors`` are for; what was said first holds."""
+    def tell(self, tensors: Iterable[Tensor], kind: Kind, module: str | None = None) -> None:
+        """Say what the storages of ``tensors`` are for, and of which module; what was said first holds."""
         for tensor in tensors:
             block = self.block(tensor)
             if block is not None and self.blocks[block].kind is None:
                 self.blocks[block].kind = kind
+                if module is not None:
+                    self.blocks[block].place = (self.blocks[block].place[0], module)
 
     def block(self, tensor: Tensor) -> int | None:
         found = self._live.get(tensor.untyped_storage()._cdata)
@@ -137,6 +144,11 @@ class MemoryLog:
                 modules[self.blocks[block].place[1]] += size
         return Peak(sum(held.values()), self.blocks[self.changes[at][0]].place, kinds, modules)
 
+    @property
+    def held(self) -> int:
+        """Bytes held now."""
+        return sum(size for _, size in self._live.values())
+
     def settle(self) -> None:
         """Give kinds to what flowed into gradients, once these have been told."""
         for source, target in self._into:
@@ -160,7 +172,7 @@ class MemoryLog:
             return
         self._live[address] = (len(self.blocks), 0)
         self._references[address] = weakref.ref(storage, partial(self._gone, address))
-        self.blocks.append(Block(self._place(), tuple(tensor.shape)))
+        self.blocks.append(Block(self.place(), tuple(tensor.shape)))
         self._change(address, storage.nbytes())
 
     def _change(self, address: int, size: int) -> None:
@@ -172,14 +184,6 @@ class MemoryLog:
     def _gone(self, address: int, _: object) -> None:
         self._change(address, 0)
         del self._live[address], self._references[address]
-
-
-def _tensors(out: Any) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, list | tuple):
-        for one in out:
-            yield from _tensors(one)
 
 
 Rule = Callable[[MemoryLog, tuple[Any, ...], Mapping[str, Any], Any], None]

@@ -18,7 +18,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import InferenceMode
@@ -156,3 +157,12 @@ class _FusedRMSNorm(torch.autograd.Function):
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
     assert list(shape) == list(x.shape[-1:]) and weight.dtype == x.dtype, "only what koushi.models.layers asks for"
     return cast(Tensor, _FusedRMSNorm.apply(x, weight))  # type: ignore[no-untyped-call]
+
+
+def gathered(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that ``part``'s parameters are gathered into, with the name of their unit; resizing empties them."""
+    for name, module in part.named_modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    yield from ((name, buffer) for buffer in parameter.all_gather_outputs)
