@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from koushi.parallel.calls import Call, Operator, tensors_in
 from koushi.parallel.ledger import Observer
@@ -98,6 +99,12 @@ class MemoryLog(Observer):
         with patch.object(torch.UntypedStorage, "resize_", resized):
             yield
 
+    def hold(self, tensors: Iterable[Tensor], kind: Kind, module: str) -> None:
+        """Begin with ``tensors`` in memory."""
+        for tensor in tensors:
+            self._see(tensor)
+            self.tell([tensor], kind, module)
+
     def saw(
         self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, call: Call | None
     ) -> None:
@@ -107,11 +114,14 @@ class MemoryLog(Observer):
         if rule is not None:
             rule(self, args, kwargs, out)
 
-    def tell(self, tensors: Iterable[Tensor], kind: Kind, module: str | None = None) -> None:
-        """Say what the storages of ``tensors`` are for, and of which module; what was said first holds."""
+    def tell(self, tensors: Iterable[Tensor], kind: Kind, module: str | None = None, *, again: bool = False) -> None:
+        """Say what the storages of ``tensors`` are for, and of which module; what was said first holds.
+
+        ``again`` overrules what was said.
+        """
         for tensor in tensors:
             block = self.block(tensor)
-            if block is not None and self.blocks[block].kind is None:
+            if block is not None and (again or self.blocks[block].kind is None):
                 self.blocks[block].kind = kind
                 if module is not None:
                     self.blocks[block].place = (self.blocks[block].place[0], module)
@@ -164,8 +174,8 @@ class MemoryLog(Observer):
         return "logits" if is_logits else "activations"
 
     def _see(self, tensor: Tensor) -> None:
-        if tensor.device.type != self._device_type:
-            return
+        if tensor.device.type != self._device_type or isinstance(tensor, FakeTensor):
+            return  # fake ones are what DTensor asks about global shapes with
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._live:

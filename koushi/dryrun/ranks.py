@@ -26,8 +26,11 @@ class RankClass:
     ranks: tuple[int, ...]
 
 
-def rank_classes(job: Job) -> tuple[RankClass, ...]:
-    """Every rank of the job's mesh in one class, by their lowest rank."""
+def rank_classes(job: Job, *, counting: bool = False) -> tuple[RankClass, ...]:
+    """Every rank of the job's mesh in one class, by their lowest rank.
+
+    With ``counting``, also apart by whether they count the parameters copied over tp in the gradient norm.
+    """
     found: dict[object, list[int]] = {}
     shapes = _Shapes(job)
     strides = dict(zip(job.mesh.names, job.mesh.strides, strict=True))
@@ -38,7 +41,8 @@ def rank_classes(job: Job) -> tuple[RankClass, ...]:
 
     for rank in range(job.mesh.world_size):
         pp = index(rank, "pp")
-        key = (pp, shapes.held(pp, index(rank, "dp_shard"), index(rank, "tp")))
+        tp = index(rank, "tp")
+        key = (pp, shapes.held(pp, index(rank, "dp_shard"), tp), counting and tp == 0)
         found.setdefault(key, []).append(rank)
     return tuple(RankClass(ranks[0], tuple(ranks)) for ranks in found.values())
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from koushi.dryrun.flops import FlopLog
 from koushi.dryrun.memory import MemoryLog, Peak
@@ -45,11 +46,11 @@ def trace(job: Job, rank: int, kind: DeviceKind) -> RankTrace:
     with world(job.mesh, rank, kind) as device:
         shape = (job.local_batch_size, job.config.training.seq_len)
         batch = torch.empty(shape, dtype=torch.int64, device=device)
-        return traced_step(job, device, batch, batch.clone())
+        return traced_step(job, build_mesh(job.mesh, device.type), device, batch, batch.clone())
 
 
-def traced_step(job: Job, device: torch.device, tokens: Tensor, labels: Tensor) -> RankTrace:
-    """Build the job's model on ``device`` as this process's rank, then run a step under observation.
+def traced_step(job: Job, world_mesh: DeviceMesh, device: torch.device, tokens: Tensor, labels: Tensor) -> RankTrace:
+    """Build the job's model on ``world_mesh`` as this process's rank, then run a step under observation.
 
     The optimizer's state is there from the start, as it is in every step but a run's first.
     """
@@ -57,23 +58,24 @@ def traced_step(job: Job, device: torch.device, tokens: Tensor, labels: Tensor) 
     share = job.size.vocab_size // job.mesh.degree("tp")
     memory = MemoryLog(device.type, (share, training.microbatch_size * training.seq_len * share))
     flops = FlopLog()
-    with memory.watching():
-        with _Building(memory):
-            model = build(job, build_mesh(job.mesh, device.type), device)
-            optimizer = AdamW(job.config.optimizer)
-            for parameter in model.parameters:
-                zeros = torch.zeros_like(parameter.value), torch.zeros_like(parameter.value)
-                optimizer.moments[parameter.name] = Moments(*zeros)
-        step = TrainStep(job, model, optimizer)
-        _tell_state(memory, model, optimizer)
-        recorder = Recorder(job.mesh, model.parts, (memory, flops))
-        memory.place = flops.place = recorder.place
+    model = build(job, world_mesh, device)
+    optimizer = AdamW(job.config.optimizer)
+    for parameter in model.parameters:
+        zeros = torch.zeros_like(parameter.value), torch.zeros_like(parameter.value)
+        optimizer.moments[parameter.name] = Moments(*zeros)
+    step = _ObservedStep(job, model, optimizer)
+    recorder = Recorder(job.mesh, model.parts, (memory, flops))
+    memory.place = flops.place = lambda: ("optimizer", "") if step.is_backward_done else recorder.place()
+    with memory.watching(), _no_collection():
+        _begin(memory, model, optimizer, (tokens, labels))
         with recorder:
             norm = step.compute(tokens, labels)[1]
             for parameter in model.parameters:
                 memory.tell([parameter.gradient], "gradients", _module(parameter.name))
             step.update(norm)
             del norm
+    for parameter in model.parameters:  # sharding pads some of them anew before the first forward
+        memory.tell([parameter.value], "parameters", _module(parameter.name), again=True)
     for part in model.parts.values():
         for unit, buffer in gathered(part):
             memory.tell([buffer], "unsharded parameters", unit)
@@ -89,30 +91,36 @@ def traced_step(job: Job, device: torch.device, tokens: Tensor, labels: Tensor) 
     )
 
 
-def _tell_state(memory: MemoryLog, model: ParallelModel, optimizer: AdamW) -> None:
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Storages that only a cycle holds on to stay until the end, instead of until Python happens to look."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@final
+class _ObservedStep(TrainStep):
+    """Tells when the last backward is over."""
+
+    is_backward_done = False
+
+    def forward_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss = super().forward_backward(tokens, labels)
+        self.is_backward_done = True
+        return loss
+
+
+def _begin(memory: MemoryLog, model: ParallelModel, optimizer: AdamW, batch: Sequence[Tensor]) -> None:
+    """What is held before the step. Building leaves nothing else; it makes the whole model, but on meta."""
     for parameter in model.parameters:
-        memory.tell([parameter.value], "parameters", _module(parameter.name))
+        memory.hold([parameter.value], "parameters", _module(parameter.name))
     for name, moments in optimizer.moments.items():
-        memory.tell((moments.exp_avg, moments.exp_avg_sq), "optimizer", _module(name))
+        memory.hold((moments.exp_avg, moments.exp_avg_sq), "optimizer", _module(name))
+    memory.hold(batch, "activations", "")
 
 
 def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-@final
-class _Building(TorchDispatchMode):
-    """Shows the memory log what is made before the step."""
-
-    def __init__(self, memory: MemoryLog):
-        super().__init__()
-        self._memory = memory
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # comes again with its local tensors
-        out = func(*args, **(kwargs or {}))
-        self._memory.saw(func, args, kwargs or {}, out, None)
-        return out

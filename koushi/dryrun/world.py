@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import InferenceMode
@@ -108,8 +109,9 @@ def patched(kind: DeviceKind) -> Iterator[None]:
         patch.object(torch, "meta", _MetaDevice, create=True),
         # Refuses parameters without values.
         patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+        patch.object(FSDPParam, "reset_sharded_param", _pad_again),
         # Ranks vote on whether shapes are known beforehand, by a number that would have to arrive.
-        patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known),
+        patch.object(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_known),
         # Their caches of random state have no meta.
         patch.object(torch.random, "fork_rng", lambda **_: nullcontext()),
         # CPU and CUDA have one kernel for many tensors; the lists are asked by name of the device.
@@ -122,7 +124,19 @@ def patched(kind: DeviceKind) -> Iterator[None]:
         yield
 
 
-def _shapes_are_known(self: object, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+def _pad_again(self: FSDPParam) -> None:
+    """What torch does before the first forward with parameters that have been materialised; it skips those on meta."""
+    parameter = getattr(self._module_info.module, self._module_info.param_name)
+    self.sharded_param = parameter
+    local = padded = parameter._local_tensor
+    if local.size() != self.padded_sharded_param_size:
+        padded = local.new_zeros(self.padded_sharded_param_size)
+        parameter._local_tensor = padded.narrow(0, 0, local.size(0) if local.numel() else 0)
+    self._sharded_param_data = padded.view(-1)
+    self._sharding_spec = parameter._spec
+
+
+def shapes_are_known(self: object, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 
