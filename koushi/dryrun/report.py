@@ -44,7 +44,7 @@ def rank_lines(job: Job, one: RankClass, trace: RankTrace) -> Iterator[str]:
     yield f"  FLOPs       {count_text(sum(trace.flops.values()))}: {flops}"
     yield "  parameters  " + ", ".join(f"{name} {shape}" for name, shape in _shapes(trace.shapes).items())
     yield f"  collectives {'sub-mesh':<22}{'operation':<16}{'phase':<11}{'dtype':<10}{'bytes':>12}{'calls':>8}"
-    for collective, calls in sorted(trace.ledger.traffic().items()):
+    for collective, calls in sorted(trace.traffic.items()):
         yield (
             f"              {collective.submesh:<22}{collective.operation:<16}{collective.phase:<11}"
             f"{collective.dtype:<10}{bytes_text(collective.bytes):>12}{calls:>8}"
