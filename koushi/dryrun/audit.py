@@ -18,15 +18,6 @@ from koushi.job import Job
 from koushi.models.llama import layout as llama
 
 
-def counting_classes(job: Job, classes: Sequence[RankClass]) -> tuple[RankClass, ...]:
-    """``classes`` cut further: of what tp copies, the first tp rank alone counts the norm."""
-    found: dict[tuple[int, bool], list[int]] = defaultdict(list)
-    for one in classes:
-        for rank in one.ranks:
-            found[one.representative, job.mesh.index(rank, "tp") == 0].append(rank)
-    return tuple(RankClass(ranks[0], tuple(ranks)) for ranks in found.values())
-
-
 def audit(job: Job, classes: Sequence[RankClass], records: Mapping[int, Record]) -> list[Finding]:
     """Every finding, alike ones together; ``records`` has the representative of every class."""
     everyone = {rank: records[one.representative] for one in classes for rank in one.ranks}

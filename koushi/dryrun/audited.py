@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from koushi.dryrun.audit import audit, counting_classes
+from koushi.dryrun.audit import audit
 from koushi.dryrun.findings import Finding, Record
 from koushi.dryrun.flow import Flow
 from koushi.dryrun.forks import in_forks
@@ -22,7 +22,7 @@ from koushi.train.step import TrainStep
 
 def audit_job(job: Job, kind: DeviceKind, *, every_rank: bool = False) -> list[Finding]:
     """Run one step as each kind of rank, or as every rank, and audit it."""
-    classes = counting_classes(job, rank_classes(job))
+    classes = rank_classes(job, counting=True)
     if every_rank:
         classes = tuple(RankClass(rank, (rank,)) for rank in range(job.mesh.world_size))
     ranks = [one.representative for one in classes]

@@ -42,7 +42,7 @@ class Facts:
     counts_copies: bool = False
     """Adds up terms of which some are already the same on every rank of the group."""
     again: int | None = None
-    """The event that gathered the same, whose result is still held."""
+    """The event that gathered the same, whose result is still held, or was let go within forward."""
     undone: bool = False
     """Of the gathered whole no more is used than what was put in, or it is scattered back at once."""
     unused: bool = False
@@ -119,6 +119,8 @@ class Flow(Observer):
         self._facts: list[Facts] = []
         self._results: dict[int, int] = {}
         self._gathers: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self._in_forward: set[int] = set()
+        """Gathers outside backward, where nothing is computed again."""
         self._wholes: dict[int, _Gathered] = {}
         self._holders: dict[int, list[_Storage]] = defaultdict(list)
         for parameter in parameters:
@@ -324,13 +326,16 @@ class Flow(Observer):
         )
         self._needed.update(value.number for value in values)
         if call.operation == "all_gather":
-            facts = replace(facts, again=self._still_held((group, operand.content), event))
+            facts = replace(
+                facts, again=self._gathered_before((group, operand.content), event, activation=not parameters)
+            )
             elements = sum(tensor.numel() for tensor in call.writes)
             self._wholes[event] = _Gathered(elements, call.group.size(), group)
-        for earlier in operand.gathered:
-            if call.operation == "reduce_scatter" and self._wholes[earlier].group == group:
-                self._facts[earlier] = replace(self._facts[earlier], undone=True)
-            self._wholes[earlier].read = True
+        for tensor, value in zip(call.reads, values, strict=True):
+            for earlier in value.gathered:
+                if call.operation == "reduce_scatter" and self._wholes[earlier].group == group:
+                    self._facts[earlier] = replace(self._facts[earlier], undone=True)
+                self._note_reading(earlier, tensor, moved=False)
         self._facts.append(facts)
         if call.writes:
             result = _received(call, operand, bits, self._computed((operand.number,)), event)
@@ -358,17 +363,21 @@ class Flow(Observer):
             self._groups[name] = self._bits(submesh.split(",")) if submesh else 0
         return self._groups[name]
 
-    def _still_held(self, key: tuple[str, int], event: int) -> int | None:
-        """The latest event that gathered the same, if what it gave is still there."""
+    def _gathered_before(self, key: tuple[str, int], event: int, *, activation: bool) -> int | None:
+        """The latest event that gathered the same, and whose result should still be there."""
+        in_forward = current_node() is None
         earlier = next(
             (
                 each
                 for each in reversed(self._gathers[key])
-                if any(storage.held and each in storage.parts[0][1].gathered for storage in self._holders[each])
+                if (in_forward and activation and each in self._in_forward)
+                or any(storage.held and each in storage.parts[0][1].gathered for storage in self._holders[each])
             ),
             None,
         )
         self._gathers[key].append(event)
+        if in_forward:
+            self._in_forward.add(event)
         return earlier
 
     def _named(self, origins: frozenset[Place]) -> tuple[tuple[str, ...], tuple[str, ...]]:

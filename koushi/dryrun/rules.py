@@ -117,7 +117,7 @@ def gathered_again(case: Case) -> Said | None:
     if case.facts.again is None:
         return None
     first = case.record.ledger.events[case.facts.again]
-    return f"the same was gathered before and is still held ({described(first)})", "Use what was gathered first."
+    return f"the same was gathered before ({described(first)})", "Use what was gathered first."
 
 
 def undone(case: Case) -> Said | None:

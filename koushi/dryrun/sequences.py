@@ -74,6 +74,10 @@ def _kind(event: Event) -> tuple[object, ...]:
     return one.operation, one.dtype, one.bytes, event.reduction
 
 
+def _said(event: Event | None) -> str:
+    return "nothing more" if event is None else described(event)
+
+
 def _apart(group: Members) -> Iterator[Finding]:
     """The first place at which a rank issues another collective than the group's first rank."""
     first, *others = group.sequences
@@ -82,9 +86,8 @@ def _apart(group: Members) -> Iterator[Finding]:
             if here is not None and there is not None and _kind(here) == _kind(there):
                 continue
             event = here or there
-            ours = "nothing more" if here is None else described(here)
-            theirs = "nothing more" if there is None else described(there)
-            what = f"as number {index + 1} on {group.submesh} rank {group.ranks[0]} issues {ours}, rank {rank} issues {theirs}"
+            assert event is not None, "one of the two sequences goes on"
+            what = f"as number {index + 1} rank {group.ranks[0]} issues {_said(here)}, but rank {rank} {_said(there)}"
             yield Finding("different order", event, group.ranks, what, "Ranks of a group must issue the same.")
             break
 
@@ -111,9 +114,8 @@ def _unmatched(mesh: MeshSpec, group: Members) -> Iterator[Finding]:
             if out is not None and back is not None and _kind(out)[1:] == _kind(back)[1:]:
                 continue
             event = out or back
-            ours = "nothing more" if out is None else described(out)
-            theirs = "nothing more" if back is None else described(back)
-            what = f"message {index + 1} from rank {source} to rank {target}: sent is {ours}, awaited is {theirs}"
+            assert event is not None, "one of the two sequences goes on"
+            what = f"of message {index + 1} from rank {source} to {target} sent is {_said(out)}, awaited {_said(back)}"
             yield Finding("unmatched message", event, (source, target), what, "Both ends must agree on every message.")
             break
 
