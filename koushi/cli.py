@@ -128,11 +128,15 @@ def verify(steps: int, precision: Literal["float32", "float64"], arguments: tupl
 
 @commands.command("dry-run", context_settings=_ARGUMENTS)
 @click.option("--json", "as_data", is_flag=True, help="Everything as one JSON object, every collective in order.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write the predicted step's timeline for Perfetto."
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
-def dry_run(as_data: bool, arguments: tuple[str, ...]) -> None:
+def dry_run(as_data: bool, trace: Path | None, arguments: tuple[str, ...]) -> None:
     """Run one step as every rank that differs, without devices: memory, collectives, FLOPs.
 
-    The real program on tensors that hold nothing, for as many ranks as the run file asks.
+    The real program on tensors that hold nothing, for as many ranks as the run file asks. Exit code 1 means
+    that a collective breaks the rules of the lattice.
 
     \b
     Example:
@@ -142,7 +146,7 @@ def dry_run(as_data: bool, arguments: tuple[str, ...]) -> None:
     from koushi.dryrun.command import dry_run as run
 
     run_path, overrides = _split(arguments)
-    run(run_path, overrides, as_data=as_data)
+    run(run_path, overrides, as_data=as_data, trace=trace)
 
 
 @commands.group(cls=Commands)

@@ -47,6 +47,15 @@ def rank_classes(job: Job, *, counting: bool = False) -> tuple[RankClass, ...]:
     return tuple(RankClass(ranks[0], tuple(ranks)) for ranks in found.values())
 
 
+def held_stages(job: Job, rank: int) -> tuple[int, ...]:
+    """The stages of ``rank``, in the order of the model."""
+    pp = job.mesh.degree("pp")
+    if pp == 1:
+        return (0,)
+    schedule = job.config.parallelism.pipeline_parallel_schedule
+    return stages_of_rank(schedule, pp, len(job.stages), job.mesh.coordinate(rank)["pp"])
+
+
 class _Shapes:
     """Local shapes by coordinate; those of all blocks are those of the first."""
 
@@ -65,10 +74,7 @@ class _Shapes:
     def _held(self, pp: int, dp_shard: int, tp: int) -> tuple[Shapes, ...]:
         """Of what the rank's stages hold: the embedding, a block, the head; empty where they hold none."""
         job = self._job
-        schedule = job.config.parallelism.pipeline_parallel_schedule
-        stages = (0,)
-        if self._degrees["pp"] > 1:
-            stages = stages_of_rank(schedule, self._degrees["pp"], len(job.stages), pp)
+        stages = held_stages(job, job.mesh.rank({"pp": pp}))
         return (
             self._local("_first", dp_shard, tp) if 0 in stages else (),
             self._local("_block", dp_shard, tp) if any(len(job.stages[stage]) for stage in stages) else (),

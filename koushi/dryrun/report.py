@@ -32,6 +32,8 @@ def text(job: Job, kind: DeviceKind, classes: tuple[RankClass, ...], traces: lis
 
 def rank_lines(job: Job, one: RankClass, trace: RankTrace) -> Iterator[str]:
     yield f"rank {trace.rank} ({job.mesh.describe(trace.rank)}){_alike(one)}"
+    if trace.extrapolated:
+        yield "  read off a line through other traces: of fewer layers, or of other stages"
     peak = trace.peak
     where = _place(*peak.place)
     yield f"  memory      {bytes_text(peak.bytes)} at the peak, in {where}; {bytes_text(trace.resting)} at rest"
@@ -61,6 +63,7 @@ def as_json(job: Job, kind: DeviceKind, classes: tuple[RankClass, ...], traces: 
                 "rank": trace.rank,
                 "coordinate": job.mesh.coordinate(trace.rank),
                 "alike": list(one.ranks),
+                "extrapolated": trace.extrapolated,
                 "parameters": trace.shapes,
                 "memory": {
                     "peak_bytes": trace.peak.bytes,
@@ -71,6 +74,7 @@ def as_json(job: Job, kind: DeviceKind, classes: tuple[RankClass, ...], traces: 
                     "by_module": dict(trace.peak.modules),
                 },
                 "flops": dict(trace.flops),
+                "traffic": [{**asdict(one), "calls": calls} for one, calls in sorted(trace.traffic.items())],
                 "collectives": [
                     {**asdict(event.collective), "group": event.ranks, "peer": event.peer, "module": event.module,
                      "site": str(event.site)}

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from koushi.dryrun.flops import FlopLog
-from koushi.dryrun.flow import Facts, Flow
 from koushi.dryrun.memory import MemoryLog, Peak
 from koushi.dryrun.world import DeviceKind, gathered, world
 from koushi.job import Job
@@ -44,21 +43,17 @@ class RankTrace:
     """FLOPs done when each event of the ledger was issued."""
     extrapolated: bool = False
     """Whether shapes, peak, FLOPs and traffic are those of more layers than ran."""
-    facts: tuple[Facts, ...] = ()
-    """Of each event of the ledger, where its tensors came from and went; empty where that was not asked for."""
 
 
-def trace(job: Job, rank: int, kind: DeviceKind, *, flow: bool = False) -> RankTrace:
+def trace(job: Job, rank: int, kind: DeviceKind) -> RankTrace:
     """Run one step as ``rank``, in this process, which can then be no other rank."""
     with world(job.mesh, rank, kind) as device:
         shape = (job.local_batch_size, job.config.training.seq_len)
         batch = torch.empty(shape, dtype=torch.int64, device=device)
-        return traced_step(job, build_mesh(job.mesh, device.type), device, batch, batch.clone(), flow=flow)
+        return traced_step(job, build_mesh(job.mesh, device.type), device, batch, batch.clone())
 
 
-def traced_step(
-    job: Job, world_mesh: DeviceMesh, device: torch.device, tokens: Tensor, labels: Tensor, *, flow: bool = False
-) -> RankTrace:
+def traced_step(job: Job, world_mesh: DeviceMesh, device: torch.device, tokens: Tensor, labels: Tensor) -> RankTrace:
     """Build the job's model on ``world_mesh`` as this process's rank, then run a step under observation.
 
     The optimizer's state is there from the start, as it is in every step but a run's first.
@@ -73,19 +68,16 @@ def traced_step(
         zeros = torch.zeros_like(parameter.value), torch.zeros_like(parameter.value)
         optimizer.moments[parameter.name] = Moments(*zeros)
     step = _ObservedStep(job, model, optimizer)
-    follow = Flow(job.mesh, model.parameters, (tokens, labels)) if flow else None
-    observers = (memory, flops) if follow is None else (memory, flops, follow)
-    recorder = Recorder(job.mesh, model.parts, observers)
+    recorder = Recorder(job.mesh, model.parts, (memory, flops))
     memory.place = flops.place = lambda: ("optimizer", "") if step.is_backward_done else recorder.place()
     with memory.watching(), _no_collection():
         _begin(memory, model, optimizer, (tokens, labels))
         with recorder:
-            loss, norm = step.compute(tokens, labels)
+            norm = step.compute(tokens, labels)[1]
             for parameter in model.parameters:
                 memory.tell([parameter.gradient], "gradients", _module(parameter.name))
             step.update(norm)
-        facts = () if follow is None else follow.finish()
-        del loss, norm
+        del norm
     for parameter in model.parameters:  # sharding pads some of them anew before the first forward
         memory.tell([parameter.value], "parameters", _module(parameter.name), again=True)
     for part in model.parts.values():
@@ -102,7 +94,6 @@ def traced_step(
         traffic=ledger.traffic(),
         ledger=ledger,
         flops_before=tuple(flops.before),
-        facts=facts,
     )
 
 

@@ -153,19 +153,28 @@ def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: 
 _ATTENTION = {"cuda": _flash_cuda, "cpu": _flash_cpu}
 
 
-class _FusedRMSNorm(torch.autograd.Function):
-    """Shapes and saved tensors of the CUDA kernel; on meta torch takes the norm apart, as it does on CPU."""
+# The CUDA kernel of RMSNorm, as one operator with its shapes: on meta torch takes the norm apart, as it does on CPU.
+_library = torch.library.Library("koushi_dryrun", "DEF")
+_library.define("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)")
+_library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)")
+_library.impl(
+    "rms_norm", lambda x, _: (torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)), "Meta"
+)
+_library.impl(
+    "rms_norm_backward", lambda gradient, x, weight, scale: (torch.empty_like(x), torch.empty_like(weight)), "Meta"
+)
 
+
+class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        out, scale = torch.ops.koushi_dryrun.rms_norm(x, weight)
         ctx.save_for_backward(x, weight, scale)
-        return torch.empty_like(x)
+        return cast(Tensor, out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.ops.koushi_dryrun.rms_norm_backward(gradients[0], *ctx.saved_tensors)
 
 
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:

@@ -21,8 +21,8 @@ from koushi.dryrun.forks import in_forks
 from koushi.dryrun.trace import RankTrace, trace, traced_step
 from koushi.dryrun.world import BACKEND, shapes_are_known
 from koushi.job import Job
-from koushi.parallel.ledger import Event
 from koushi.parallel.device_mesh import build_mesh, destroy_mesh, init_process_group, local_device, resolve_device
+from koushi.parallel.ledger import Event
 from koushi.train.launch import launch
 
 
