@@ -35,8 +35,8 @@ WORTH = 2 * sum(FEW)
 MOST_WORK = 600
 """Layers times microbatches, over all the ranks to trace, up to which all are traced whole: about 20 s of CPU."""
 
-MOST_AUDITED = 2
-"""Layers of a stage that are enough for the audit of a large job."""
+MOST_AUDITED = 1
+"""Layers of a stage that are enough for the audit of a large job, whose stages gather and free again and again."""
 
 Key = TypeVar("Key")
 
@@ -188,7 +188,7 @@ def work(job: Job, rank: int) -> int:
 
 
 def for_audit(job: Job) -> Job:
-    """The job itself, or one with at most two layers in a stage: what a layer does, the next does too."""
+    """The job itself, or one with at most one layer in a stage: what it does, the next do too."""
     counts = tuple(min(len(stage), MOST_AUDITED) for stage in job.stages)
     return job if sum(map(len, job.stages)) * job.microbatches <= MOST_WORK // 4 else with_layers(job, counts)
 
