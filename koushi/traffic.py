@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from koushi.units import bytes_text
+
 Operation = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv",
     "broadcast", "reduce", "gather", "scatter", "barrier",
@@ -51,6 +53,16 @@ class Collective:
 
 Traffic = Counter[Collective]
 """Calls of each kind by one rank in one training step."""
+
+
+def differences(predicted: Traffic, ran: Traffic) -> list[str]:
+    """Every kind of call of which there are not as many as predicted, with both counts, sub-mesh by sub-mesh."""
+    return [
+        f"{one.submesh}: {one.operation} of {bytes_text(one.bytes)} ({one.dtype}, {one.phase}): "
+        f"{predicted[one]} predicted, {ran[one]} ran"
+        for one in sorted(predicted.keys() | ran.keys())
+        if predicted[one] != ran[one]
+    ]
 
 
 ALLOWED: Mapping[str, frozenset[Operation]] = {

@@ -189,6 +189,11 @@ class Run(Section):
     """Seconds that a collective may take before the run is given up."""
 
 
+class Debug(Section):
+    audit: Flag = False
+    """Whether a run's first step is watched, and its collectives compared with those that were planned."""
+
+
 class JobConfig(Section):
     """A whole run file."""
 
@@ -203,3 +208,4 @@ class JobConfig(Section):
     metrics: Metrics = Metrics()
     checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()
+    debug: Debug = Debug()
