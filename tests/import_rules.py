@@ -20,7 +20,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     3: ("models", "data", "optim", "loss", "plan", "job", "check"),
     4: ("parallel", "checkpoint"),
     5: ("train",),
-    6: ("verify", "dryrun", "report", "generate"),
+    6: ("verify", "dryrun", "report", "generate", "accuracy", "calibrate"),
     7: ("cli", "__main__"),
 }
 """The parts of the package, the first piece of a module's name, by layer."""
@@ -40,6 +40,7 @@ WITHOUT_TORCH = (
     "plan",
     "job",
     "check",
+    "accuracy",
 )
 """Parts that import no torch, and nothing that does; besides them the files below of every model."""
 MODEL_FILES_WITHOUT_TORCH = ("sizes", "layout", "hf", "hf_folder")

@@ -185,6 +185,8 @@ class Run(Section):
     grace: Positive = 30.0
     """Seconds after SIGTERM in which a run with checkpoints finishes its step, saves and exits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    hardware: str | None = None
+    """What ``koushi plan`` assumes: a name that ``koushi hardware`` knows, or a file, relative to the run file."""
     timeout: Annotated[float, Field(ge=1, le=604_800, allow_inf_nan=False)] = 600.0
     """Seconds that a collective may take before the run is given up."""
 

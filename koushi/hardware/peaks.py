@@ -1,26 +1,22 @@
-"""Peak dense bf16 rates of accelerators, for model FLOPs utilisation. No torch.
-
-Vendors' datasheets, dense (no sparsity). A part whose rate is not here has no utilisation printed.
-"""
+"""The peak bf16 rate of the device that a run finds itself on, for model FLOPs utilisation. No torch."""
 
 from __future__ import annotations
 
-PEAK_BF16_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "MI300X": 1307e12,
-}
+from koushi.hardware.hardware import load, names
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak of the part that torch calls ``device_name``, in FLOP/s; None where it isn't known.
+    """Dense FLOP/s of the part that torch calls ``device_name``; None where no hardware file knows it.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0
     """
-    matches = [name for name in PEAK_BF16_FLOPS if all(word in device_name for word in name.split())]
-    return PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
+    if not device_name:
+        return None
+    matches = {
+        word: hardware
+        for hardware in map(load, names())
+        for word in hardware.device_names
+        if all(piece in device_name for piece in word.split())
+    }
+    return matches[max(matches, key=len)].chip.peak("bfloat16") if matches else None
