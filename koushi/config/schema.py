@@ -193,7 +193,8 @@ class Run(Section):
 
 class Debug(Section):
     audit: Flag = False
-    """Whether a run's first step is watched, and its collectives compared with those that were planned."""
+    """Whether a run's first step is watched, and its collectives compared with those that were planned. That step
+    is not compiled."""
 
 
 class JobConfig(Section):
