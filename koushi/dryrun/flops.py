@@ -21,8 +21,8 @@ _aten = torch.ops.aten
 
 
 def _mm(args: tuple[Any, ...]) -> int:
-    (m, k), n = args[0].shape, args[1].shape[1]
-    return 2 * m * k * n
+    m, k = args[0].shape
+    return 2 * int(m) * int(k) * int(args[1].shape[1])
 
 
 def _addmm(args: tuple[Any, ...]) -> int:
@@ -30,8 +30,8 @@ def _addmm(args: tuple[Any, ...]) -> int:
 
 
 def _bmm(args: tuple[Any, ...]) -> int:
-    (batch, m, k), n = args[0].shape, args[1].shape[2]
-    return 2 * batch * m * k * n
+    batch, m, k = args[0].shape
+    return 2 * int(batch) * int(m) * int(k) * int(args[1].shape[2])
 
 
 def _scores(q: Tensor, k: Tensor) -> int:
@@ -55,7 +55,9 @@ FORMULAS: Mapping[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten.bmm.default: _bmm,
     _aten._scaled_dot_product_flash_attention.default: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_efficient_attention.default: _attention,
     _aten._scaled_dot_product_flash_attention_backward.default: _attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
 

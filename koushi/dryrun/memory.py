@@ -170,7 +170,8 @@ class MemoryLog(Observer):
         if block.kind is not None:
             return block.kind
         share, numel = self._logits
-        is_logits = block.shape[-1:] == (share,) and torch.Size(block.shape).numel() == numel
+        of_loss = block.place[1] in ("", "output")
+        is_logits = of_loss and block.shape[-1:] == (share,) and torch.Size(block.shape).numel() == numel
         return "logits" if is_logits else "activations"
 
     def _see(self, tensor: Tensor) -> None:

@@ -25,23 +25,6 @@ Seconds = Callable[[Collective], float]
 COMPUTE = "compute"
 
 
-NODE = 8
-"""Devices that the fast links join."""
-RATES = {True: 315e9, False: 40e9}
-"""Bytes per second and direction that a device reaches inside a node and between nodes: 70% of NVLink 4, 80% of
-a 400 Gb/s port."""
-MATMUL_SHARE = 0.5
-"""Of an H100's peak, that a whole model's computation reaches."""
-
-
-def plain_seconds(mesh: MeshSpec, collective: Collective) -> float:
-    """By bytes alone, on nodes of H100s."""
-    group = mesh.group(0, *collective.submesh.split(","))
-    inside = group[-1] // NODE == 0
-    size = collective.bytes if collective.operation in ("send", "recv") else collective.wire_bytes(len(group))
-    return size / RATES[inside]
-
-
 @dataclass(frozen=True)
 class Slice:
     """Something that takes time on a lane of a pipeline coordinate."""

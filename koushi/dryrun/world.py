@@ -141,16 +141,27 @@ def shapes_are_known(self: object, stages: Sequence[Any], has_backward: bool, p2
         stage._inference_mode = InferenceMode.STATIC
 
 
-def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """What CUDA runs for bfloat16, heads padded to a multiple of 8; on meta torch would take it apart."""
-    return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False)[0])
+_by_torch = F.scaled_dot_product_attention
+
+
+def _cuda_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """What CUDA runs: flash has half precision alone, the memory-efficient kernel no grouped heads.
+
+    What neither can do keeps every score, which is also what torch does on meta.
+    """
+    if q.dtype in (torch.bfloat16, torch.float16):
+        return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False)[0])
+    if q.dtype == torch.float32 and not enable_gqa:
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return cast(Tensor, efficient(q, k, v, None, q.requires_grad, 0.0, is_causal)[0])
+    return _by_torch(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
 
 
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
     return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0])
 
 
-_ATTENTION = {"cuda": _flash_cuda, "cpu": _flash_cpu}
+_ATTENTION = {"cuda": _cuda_attention, "cpu": _flash_cpu}
 
 
 # The CUDA kernel of RMSNorm, as one operator with its shapes: on meta torch takes the norm apart, as it does on CPU.
