@@ -249,6 +249,8 @@ class Flow(Observer):
         for tensor, value in zip(reads, values, strict=True):
             for event in value.gathered:
                 self._note_reading(event, tensor, moved=does.kind is Kind.MOVE)
+        if does.overwritten and values and not any(value.number for value in values) and self._arrived(targets):
+            return  # gloo puts what it has received, which nobody saw it make, where it was to go
         result = self._result(does, reads, values, rest)
         if does.joins and targets[0].is_contiguous() and all(each.dim() < 2 for each in reads):
             self._join(targets[0], reads, values)
@@ -256,6 +258,11 @@ class Flow(Observer):
         for index, target in enumerate(targets):
             each = replace(result, content=hash((result.content, index))) if index else result
             self._write(target, each)
+
+    def _arrived(self, targets: Sequence[Tensor]) -> bool:
+        """Whether they hold a collective's results, as was noted when it was issued."""
+        results = set(self._results.values())
+        return all(self._read(tensor).number in results for tensor in targets)
 
     def _join(self, target: Tensor, reads: Sequence[Tensor], values: Sequence[Value]) -> None:
         """Put tensors one after the other, each as it was."""
