@@ -85,7 +85,7 @@ _FUNCTIONAL: Mapping[str, Operation] = {
     "isend": "send",
     "irecv": "recv",
 }
-_NO_COLLECTIVE = {"wait_tensor", "check_for_nan"}
+_NO_COLLECTIVE = {"wait_tensor", "check_for_nan", "_wrap_tensor_autograd"}
 _REDUCTIONS = {int(getattr(ReduceOp, name)): name.lower() for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
 
 Reader = Callable[[Operator, tuple[Any, ...], Mapping[str, Any], Any], Call]
