@@ -29,7 +29,8 @@ SOUND = (
 
 
 def found(folder: Path, *overrides: str, every_rank: bool = False) -> list[Finding]:
-    return audit_job(tiny_job(folder, *overrides), "cpu", every_rank=every_rank)
+    few = () if "model.n_layers=6" in overrides else ("model.n_layers=2",)
+    return audit_job(tiny_job(folder, *few, *overrides), "cpu", every_rank=every_rank)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -44,6 +45,12 @@ def test_a_fault_is_found(fault: Fault, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("overrides", SOUND, ids=" ".join)
 def test_a_sound_layout_has_no_findings(overrides: tuple[str, ...], tmp_path: Path) -> None:
     assert [str(one) for one in found(tmp_path, *overrides)] == []
+
+
+@pytest.mark.parametrize("overrides", (SOUND[0], *SOUND[-2:]), ids=" ".join)
+def test_nor_as_it_runs_on_cuda(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, *overrides, "precision.compute=bfloat16", "training.recompute=selective")
+    assert [str(one) for one in audit_job(job, "cuda")] == []
 
 
 def test_every_fault_is_sound_without_its_patch() -> None:
