@@ -288,6 +288,8 @@ class Flow(Observer):
         if does.kind is Kind.SCALE:
             main = values[max(range(len(reads)), key=lambda index: reads[index].numel())]
             by = number_among(flat(rest))
+            if by and does.divides:
+                by = 1 / by
             if by is not None:
                 for event in main.reduced:
                     self._facts[event] = replace(self._facts[event], scaled=by)

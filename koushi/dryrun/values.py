@@ -87,6 +87,7 @@ class Effect:
     """Whether it puts tensors one after the other."""
     fills: bool
     """Whether it gives every element the same number."""
+    divides: bool
 
 
 @cache
@@ -106,6 +107,7 @@ def effect(operator: Operator) -> Effect:
         one_by_one=name.startswith("_foreach_"),
         joins=name in ("cat", "stack"),
         fills=name in ("fill_", "full", "full_like", "new_full", "scalar_tensor"),
+        divides="div" in name,
     )
 
 

@@ -333,8 +333,8 @@ PP2, PP4 = ("--pp", "2"), ("--pp", "4", "model.n_layers=6")
 FAULTS = (
     Fault(loss_over_tp, (*SHARD2, *TP2), "copies counted", ("on tp",)),
     Fault(microbatch_loss_over_tp, TP2, "counts twice", ("on tp", "faults.py")),
-    Fault(averaged, SHARD2, "averages", ("on dp_shard", "layers.0")),
-    Fault(averaged, REPLICATE2, "averages", ("on dp_replicate", "layers.0")),
+    Fault(averaged, SHARD2, "averages", ("on dp_shard", "layers.0", "by 0.5")),
+    Fault(averaged, REPLICATE2, "averages", ("on dp_replicate", "layers.0", "by 0.5")),
     Fault(reduced_again("dp_replicate"), REPLICATE2, "counts twice", ("on dp_replicate", "faults.py")),
     Fault(reduced_again("dp_shard"), SHARD2, "not allowed", ("on dp_shard", "tok_embeddings.weight")),
     Fault(parameter_on_world, (*SHARD2, *TP2), "not allowed", ("on dp_shard,tp", "tok_embeddings.weight")),
