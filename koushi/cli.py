@@ -223,7 +223,17 @@ def inspect(path: Path, tensors: bool) -> None:
     run(path, tensors)
 
 
-for _command in (plans.plan, plans.hardware, see.mesh, see.config, start.init, start.launch, see.report, see.env):
+for _command in (
+    plans.plan,
+    plans.dry_run,
+    plans.hardware,
+    see.mesh,
+    see.config,
+    start.init,
+    start.launch,
+    see.report,
+    see.env,
+):
     commands.add_command(_command)
 explain_overrides(commands)
 

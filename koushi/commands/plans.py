@@ -47,6 +47,29 @@ def plan(
         show_plan(run_path, overrides, gpus, hardware, as_json)
 
 
+@click.command("dry-run", context_settings=RUN_FILE_SETTINGS)
+@click.option("--json", "as_data", is_flag=True, help="Everything as one JSON object, every collective in order.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write the predicted step's timeline for Perfetto."
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
+def dry_run(as_data: bool, trace: Path | None, arguments: tuple[str, ...]) -> None:
+    """Run one step as every rank that differs, without devices: memory, collectives, FLOPs.
+
+    The real program on tensors that hold nothing, for as many ranks as the run file asks. Exit code 1 means
+    that a collective breaks the rules of the lattice.
+
+    \b
+    Example:
+      koushi dry-run examples/debug.yaml
+      koushi dry-run examples/llama_128.yaml --json
+    """
+    from koushi.dryrun.command import dry_run as run
+
+    run_path, overrides = split(arguments)
+    run(run_path, overrides, as_data=as_data, trace=trace)
+
+
 @click.command()
 @click.option(
     "--calibrate",

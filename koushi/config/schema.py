@@ -228,6 +228,12 @@ class Run(Section):
     """Seconds that a collective may take before the run is given up."""
 
 
+class Debug(Section):
+    audit: Flag = False
+    """Whether a run's first step is watched, and its collectives compared with those that were planned. That step
+    is not compiled."""
+
+
 class JobConfig(Section):
     """A whole run file."""
 
@@ -242,3 +248,4 @@ class JobConfig(Section):
     metrics: Metrics = Metrics()
     checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()
+    debug: Debug = Debug()

@@ -73,6 +73,9 @@ class Sink(ABC):
     @abstractmethod
     def validation(self, step: int, loss: float) -> None: ...
 
+    def audited(self, step: int, outcome: str) -> None:  # noqa: B027 - nothing to draw
+        """What ``debug.audit`` has to say of a step."""
+
     def close(self) -> None:  # noqa: B027 - most sinks hold nothing open
         """Flush and let go of files."""
 
@@ -90,6 +93,9 @@ class Progress(Sink):
 
     def validation(self, step: int, loss: float) -> None:
         print(f"step {step}  validation loss {loss:.4f}", file=self._out, flush=True)
+
+    def audited(self, step: int, outcome: str) -> None:
+        print(outcome, file=self._out, flush=True)
 
 
 @final
@@ -110,6 +116,9 @@ class JsonLines(Sink):
 
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "validation_loss": loss})
+
+    def audited(self, step: int, outcome: str) -> None:
+        self._write({"step": step, "audit": outcome})
 
     def close(self) -> None:
         self._file.close()

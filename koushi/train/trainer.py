@@ -20,6 +20,8 @@ from koushi.optim.adamw import AdamW
 from koushi.parallel import arrivals
 from koushi.parallel.compose import build
 from koushi.parallel.device_mesh import build_mesh, init_process_group, local_device, resolve_device
+from koushi.parallel.ledger import Recorder
+from koushi.train.audit import outcome
 from koushi.train.checkpoints import Checkpoints, Start
 from koushi.train.metrics import (
     JsonLines,
@@ -87,7 +89,7 @@ class Trainer:
                     if self.checkpoints is not None:
                         self.checkpoints.begin_step()
                     tokens, labels = batches.get(step)
-                    result = self.train_step.run(tokens.to(self.device), labels.to(self.device))
+                    result = self._train(step, tokens.to(self.device), labels.to(self.device))
                     self._check_finite(step + 1, result)
                     if (step + 1) % config.metrics.every == 0 or step + 1 == config.training.steps:
                         self._report(step + 1, result)
@@ -101,6 +103,16 @@ class Trainer:
                 self.checkpoints.close()
             for sink in self.sinks:
                 sink.close()
+
+    def _train(self, step: int, tokens: torch.Tensor, labels: torch.Tensor) -> StepResult:
+        if not self.job.config.debug.audit or step > self.start.step:
+            return self.train_step.run(tokens, labels)
+        with Recorder(self.job.mesh, self.model.parts) as recorder:
+            result = self.train_step.run(tokens, labels)
+        said = outcome(self.job, recorder.ledger(), self.device)
+        for sink in self.sinks:
+            sink.audited(step + 1, said)
+        return result
 
     def _agree_on_data(self) -> None:
         """Raise TrainingError where machines hold different data: Pythons or files of different versions, say."""
