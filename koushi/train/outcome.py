@@ -16,8 +16,10 @@ from koushi.hardware.hardware import Hardware, load
 from koushi.hardware.peaks import hardware_of
 from koushi.job import Job
 from koushi.parallel import arrivals
+from koushi.plan.communication import traffic
 from koushi.plan.plan import plan
 from koushi.plan.workload import of_job
+from koushi.traffic import Traffic
 from koushi.train.metrics import peak_memory, unwritable
 from koushi.units import bytes_text, seconds_text
 
@@ -33,20 +35,25 @@ def assumed_hardware(job: Job, device_name: str) -> Hardware | None:
 
 
 def predicted(job: Job, hardware: Hardware, crowding: float = 1.0) -> dict[str, Any]:
-    """The plan's figures that a run can be held against; bytes are what the busiest rank sends in a step.
+    """The plan's figures that a run can be held against; bytes are what rank 0 sends in a step.
 
     ``crowding``: how many ranks share what the plan takes for one device.
     """
     planned = plan(of_job(job), hardware)
-    sent: dict[str, float] = defaultdict(float)
-    for use in planned.submeshes:
-        sent[use.name] += sum(one.collective.wire_bytes(use.degree) * one.calls for one in use.calls)
     return {
         "hardware": hardware.name,
         "step_seconds": planned.time.seconds * crowding,
         "memory_bytes": planned.memory.reserved,
-        "bytes": dict(sent),
+        "bytes": sent_bytes(job, traffic(of_job(job), 0)),
     }
+
+
+def sent_bytes(job: Job, sent: Traffic) -> dict[str, float]:
+    """What one rank puts on the wire in a step, by sub-mesh."""
+    found: dict[str, float] = defaultdict(float)
+    for one, calls in sent.items():
+        found[one.submesh] += calls * one.wire_bytes(job.mesh.degree(*one.submesh.split(",")))
+    return dict(found)
 
 
 def crowding(device: torch.device) -> float:
@@ -78,6 +85,7 @@ class Outcome:
         self._before = 0 if device.type == "cuda" else before
         self._waited, self._step = 0.0, 0
         self._seconds: list[float] = []
+        self._sent: dict[str, float] = {}
         self._predicted: dict[str, Any] | None = None
         hardware = assumed_hardware(job, device_name)
         if dist.get_rank() == 0 and hardware is not None:
@@ -87,6 +95,10 @@ class Outcome:
     def begin(self, step: int) -> None:
         """Training goes on from ``step`` steps."""
         self._step, self._waited = step, arrivals.waited_seconds()
+
+    def executed(self, sent: Traffic) -> None:
+        """What this rank sent in a step that was audited."""
+        self._sent = sent_bytes(self._job, sent)
 
     def reported(self, step_seconds: float) -> None:
         self._seconds.append(step_seconds)
@@ -114,6 +126,7 @@ class Outcome:
             "waited_seconds": [waited for waited, _ in figures],
             "memory_bytes": [memory for _, memory in figures],
             "coordinates": [mesh.describe(rank) for rank in range(mesh.world_size)],
+            "bytes": self._sent,
         }
         write_line(self._folder / "ranks.jsonl", row, "a")
 

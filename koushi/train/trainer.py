@@ -109,7 +109,9 @@ class Trainer:
             return self.train_step.run(tokens, labels)
         with Recorder(self.job.mesh, self.model.parts) as recorder:
             result = self.train_step.run(tokens, labels)
-        said = outcome(self.job, recorder.ledger(), self.device)
+        ledger = recorder.ledger()
+        self._outcome.executed(ledger.traffic())
+        said = outcome(self.job, ledger, self.device)
         for sink in self.sinks:
             sink.audited(step + 1, said)
         return result

@@ -91,7 +91,7 @@ def _against(run: Measured) -> str:
         rows.append(_compared(name, run.predicted["memory_bytes"], memory, bytes_text))
     for submesh, sent in run.predicted["bytes"].items():
         found = (run.ranks or {}).get("bytes", {}).get(submesh)
-        name = f"{escape(submesh)}: " + said("bytes that a rank sends in a step", "1 ステップにランクが送るバイト")
+        name = f"{escape(submesh)}: " + said("bytes that rank 0 sends in a step", "1 ステップにランク 0 が送るバイト")
         rows.append(_compared(name, sent, found, bytes_text))
     head = "".join(
         f"<th{' class=n' if n else ''}>{text}</th>"
