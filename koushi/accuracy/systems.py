@@ -102,8 +102,8 @@ NANOTRON_OPERATIONS = 285.0
 
 def _later_nanotron(row: Row) -> bool:
     """Whether a run is of the version that gathers again in backward. No row says; most rows with two stages, and
-    with tp across nodes and a pipeline, have only the memory for that."""
-    return row.pp == 2 or ((row.tp or 1) > 8 and (row.pp or 1) > 1)
+    with tp 32 and a pipeline, have only the memory for that."""
+    return row.pp == 2 or ((row.tp or 1) > 16 and (row.pp or 1) > 1)
 
 
 def _nanotron(row: Row) -> Described:
@@ -125,6 +125,8 @@ MEGATRON_DEEPSPEED_OPERATIONS = 150.0
 97.2 TFLOP/s on 80 devices, 3.5 ms per block and microbatch over its three passes."""
 
 
+DEEPSPEED_BUCKETS = 2 * 500_000_000 * 2
+"""DeepSpeed's default reduce_bucket_size and allgather_bucket_size, in elements of 2 bytes."""
 DEEPSPEED_FLAT = 6.0
 """Bytes: ZeRO-1's update copies a rank's gradients to float32 (4) and flattens them before (2)."""
 
@@ -132,6 +134,7 @@ DEEPSPEED_FLAT = 6.0
 def _megatron_deepspeed(row: Row) -> Described:
     system = System(
         blocking_launches=True,
+        bucket_bytes=DEEPSPEED_BUCKETS,
         host_operations=MEGATRON_DEEPSPEED_OPERATIONS,
         stops_early=False,
         blocking_sends=True,

@@ -97,6 +97,8 @@ class System:
     ddp_buckets: bool = False
     """Whether torch's DistributedDataParallel keeps buckets for all gradients, in the compute dtype, besides; where
     data parallel is above 1."""
+    bucket_bytes: int = 0
+    """Buffers that collectives of gradients and parameters go through, made once."""
     flat_update: float = 0.0
     """Bytes per updated parameter that the update lays out in flat buffers, too large for what activations left
     behind: DeepSpeed's gradients in float32 and flattened."""
