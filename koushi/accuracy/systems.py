@@ -74,6 +74,8 @@ def _torchtitan(row: Row) -> Described:
     system = replace(
         system, sequence_parallel=_cut_sequence(row, True), gathers_float8=tensorwise, distributed_loss=True
     )
+    if any(word in row.notes for word in ("SimpleFSDP", "graph_trainer", "_inductor")):
+        system = replace(system, own_streams=False)
     # Selective is torchtitan's default where a row says nothing.
     recompute: Recompute = "selective" if row.recompute == "" else "none"
     return Described(system, "bfloat16", "float32", recompute, row.zero_stage != 2)

@@ -97,6 +97,8 @@ class System:
     ddp_buckets: bool = False
     """Whether torch's DistributedDataParallel keeps buckets for all gradients, in the compute dtype, besides; where
     data parallel is above 1."""
+    own_streams: bool = True
+    """Whether FSDP's collectives allocate on streams of their own, as ``fully_shard``'s do; traced ones don't."""
     bucket_bytes: int = 0
     """Buffers that collectives of gradients and parameters go through, made once."""
     flat_update: float = 0.0
