@@ -15,11 +15,10 @@ from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import reserved_bytes, runtime_bytes
 from koushi.plan.ends import TOKEN
 from koushi.plan.operations import Device
-from koushi.plan.pipelined import pipelined_span
+from koushi.plan.pipelined import alike_stages, pipelined_span
 from koushi.plan.sharded import step_span
 from koushi.plan.spans import ACTIVATIONS, GRADIENTS, KINDS, NOTHING, OPTIMIZER, PARAMETERS
-from koushi.plan.stages import Stage, stage_of
-from koushi.plan.units import held_stages
+from koushi.plan.stages import Stage
 from koushi.plan.workload import Workload
 from koushi.traffic import DTYPE_BYTES
 
@@ -90,17 +89,18 @@ def every_rank(workload: Workload, hardware: Hardware | None = None) -> tuple[Me
 @lru_cache(maxsize=65536)
 def _memory(workload: Workload, pp: int, hardware: Hardware | None) -> Memory:
     device: Device = "cpu" if hardware is not None and hardware.name == "cpu" else "gpu"
-    stages = tuple(stage_of(workload, index, device) for index in held_stages(workload, pp))
+    stages = alike_stages(workload, pp, device)
     mesh = workload.mesh
     if mesh.degree("pp") > 1:
         span = pipelined_span(workload, pp, stages)
     else:
-        span = step_span(stages[0], mesh.degree("dp_shard"), mesh.degree("dp_replicate"), workload.microbatches)
+        span = step_span(stages[0].stage, mesh.degree("dp_shard"), mesh.degree("dp_replicate"), workload.microbatches)
     constant = list(NOTHING)
-    for stage in stages:
-        for kind, count in states(workload, stage):
-            constant[kind] += count
-    constant[ACTIVATIONS] += _batch(workload) + len(stages) * _rotary(workload)
+    for one in stages:
+        for kind, size in states(workload, one.stage):
+            constant[kind] += one.count * size
+        constant[ACTIVATIONS] += one.count * _rotary(workload)
+    constant[ACTIVATIONS] += _batch(workload)
     total = sum(constant)
     peak = [there + more for there, more in zip(constant, span.peak, strict=True)]
     by_kind = dict(zip(KINDS, peak, strict=True))
@@ -109,7 +109,7 @@ def _memory(workload: Workload, pp: int, hardware: Hardware | None) -> Memory:
         **by_kind,
         communication_buffers=buffers,
         moment=span.moment,
-        fragmentation=reserved_bytes(total, span, stages[0].fsdp, device) - total - span.highest,
+        fragmentation=reserved_bytes(total, span, stages[0].stage.fsdp, device) - total - span.highest,
         runtime=runtime_bytes(workload, device),
     )
 

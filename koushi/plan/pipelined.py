@@ -7,11 +7,16 @@ reduction, until the stage's last backward is done (torch/distributed/pipelining
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 
 from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input
+from koushi.plan.operations import Device
 from koushi.plan.sharded import Sharded
-from koushi.plan.situations import BEFORE, REDUCED, Situation, situations
+from koushi.plan.situations import Situation, situations
 from koushi.plan.spans import (
     ACTIVATIONS,
     GRADIENTS,
@@ -24,10 +29,11 @@ from koushi.plan.spans import (
     Bytes,
     Span,
 )
-from koushi.plan.stages import Stage
-from koushi.plan.units import Unit, held_elsewhere, held_stages
+from koushi.plan.stages import Stage, stage_of
+from koushi.plan.units import Unit, held_elsewhere
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Workload
+from koushi.schedules import stages_of_rank
 
 
 def input_in_flight(stage: Stage) -> bool:
@@ -159,23 +165,18 @@ def whole_gradients(stage: Stage) -> Bytes:
 
 
 class Held:
-    """What one of a rank's stages adds to what is held, in each of its ways: a vector and its sums."""
+    """What each of a rank's stages of one kind adds to what is held, in each of its ways."""
 
-    def __init__(self, stage: Stage, shards: int, replicas: int, every_sent: int, last_sent: int):
+    def __init__(self, stage: Stage, shards: int, replicas: int, sent: int):
         self.stage, self.shards, self.replicas = stage, shards, replicas
         kept = forward(stage).after
         half = backward(stage, False, "inputs").after if stage.shape.splits else NOTHING
         padded = stage.units(shards).total.padded
         whole = whole_gradients(stage)
-        reduced = sum_of(GRADIENTS, padded // shards * stage.master) if stage.fsdp else whole
         self.unsharded = padded * stage.compute if stage.fsdp else 0
-        self.per_count = (kept, tuple(map(sum, zip(kept, half, strict=True))), sum_of(ACTIVATIONS, every_sent))
-        self.last_sent = last_sent
-        self.gradients = (NOTHING, whole, reduced)
-        self.count_totals = tuple(sum(one) for one in self.per_count)
-        self.gradient_totals = tuple(sum(one) for one in self.gradients)
-        self.count_streams = tuple(one[GRADIENTS] for one in self.per_count)
-        self.gradient_streams = tuple(one[GRADIENTS] for one in self.gradients)
+        self.counted = (kept, tuple(map(sum, zip(kept, half, strict=True))), sum_of(ACTIVATIONS, sent), whole)
+        """By what is counted in a situation."""
+        self.reduced = sum_of(GRADIENTS, padded // shards * stage.master) if stage.fsdp else whole
 
     def span(self, situation: Situation) -> Span:
         """Of the action that ``situation`` begins."""
@@ -183,8 +184,7 @@ class Held:
             return forward(self.stage)
         if situation.step == "R":
             return reduction(self.stage, self.shards, self.replicas)
-        first = situation.gradients[situation.stage] == BEFORE
-        return backward(self.stage, first, _HALVES[situation.step])
+        return backward(self.stage, situation.first, _HALVES[situation.step])
 
 
 _HALVES: dict[str, Half | None] = {"B": None, "I": "inputs", "W": "weights"}
@@ -210,80 +210,127 @@ def sent_bytes(workload: Workload, index: int, stage: Stage) -> tuple[int, int]:
         return 0, stage.stream * (before + (after and gloo))
     if gloo:
         return stage.stream * (before + after), 0
-    return (stage.stream * before, 0) if stage.shape.splits else (0, stage.stream * before)
+    if workload.schedule == "GPipe":
+        return 0, stage.stream * before
+    return stage.stream * before if stage.shape.splits else 0, 0
 
 
-def pipelined_span(workload: Workload, pp: int, stages: tuple[Stage, ...]) -> Span:
+def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span:
     """From the start of a step to its end, on the rank at pipeline coordinate ``pp`` with its ``stages``."""
     mesh = workload.mesh
+    sent = [sent_bytes(workload, one.index, one.stage) for one in stages]
+    most_sent = workload.microbatches if any(every for every, _ in sent) else 1
+    kinds = _kinds(workload.stage_layers)
     shards, replicas = mesh.degree("dp_shard"), mesh.degree("dp_replicate")
-    indices = held_stages(workload, pp)
-    held = [
-        Held(stage, shards, replicas, *sent_bytes(workload, index, stage))
-        for index, stage in zip(indices, stages, strict=True)
-    ]
-    degree, n_stages = mesh.degree("pp"), len(workload.stage_layers)
-    buffers = sum(buffer_bytes(workload, stage) for stage in stages)
-    found = situations(workload.schedule, degree, n_stages, workload.microbatches)[pp]
-    best: tuple[int, Situation, Span] | None = None
-    compute_highest, streams = 0, [0, 0]
-    for situation in found:
-        total, gradients = _totals(held, situation)
-        span = held[situation.stage].span(situation)
-        compute_highest = max(compute_highest, total - gradients + span.compute_highest)
-        streams[0] = max(streams[0], gradients + span.stream_highest[0])
-        if best is None or total + span.highest > best[0]:
-            best = total + span.highest, situation, span
-    assert best is not None, "a schedule has actions"
-    highest, situation, span = best
-    peak = tuple(map(sum, zip(_vector(held, situation), span.peak, sum_of(PIPELINE_BUFFERS, buffers), strict=True)))
-    in_flight = sum(situation.counts[: 2 * len(held)])
-    where = f"stage {indices[situation.stage]} {span.moment}, with {in_flight} microbatch{_es(in_flight)} in flight"
-    streams[1] = max(2 * unit.padded * stage.compute for stage in stages for unit, _ in stage.units(shards).all)
-    if shards == 1 or not stages[0].fsdp:
-        streams[1] = 0
-    return Span(NOTHING, peak, highest + buffers, where, 0, compute_highest + buffers, tuple(streams))
+    held = {
+        one.kind: Held(one.stage, shards, replicas, max(several)) for one, several in zip(stages, sent, strict=True)
+    }
+    rank = _Rank(held, {one.kind: one.count for one in stages}, max(kinds) + 1)
+    shape = (workload.schedule, mesh.degree("pp"), len(workload.stage_layers), workload.microbatches)
+    found = situations(*shape, most_sent, kinds)[pp]
+    return rank.fullest(found, sum(one.count * buffer_bytes(workload, one.stage) for one in stages))
 
 
-def _es(count: int) -> str:
-    return "" if count == 1 else "es"
+@dataclass(frozen=True)
+class Alike:
+    """Those of a rank's stages that are alike."""
+
+    kind: int
+    index: int
+    """Of the first of them."""
+    stage: Stage
+    count: int
 
 
-def _totals(held: list[Held], situation: Situation) -> tuple[int, int]:
-    """Bytes there as an action begins, besides states and buffers; and how many of them are gradients' shards."""
-    total, streams, unsharded = 0, 0, []
-    counts, many = situation.counts, len(held)
-    for place, one in enumerate(held):
-        state = situation.gradients[place]
-        total += one.gradient_totals[state] + (one.last_sent if counts[2 * many + place] else 0)
-        streams += one.gradient_streams[state]
-        for which in range(3):
-            count = counts[which * many + place]
-            total += count * one.count_totals[which]
-            streams += count * one.count_streams[which]
-        if state != REDUCED:
-            unsharded.append(one.unsharded)
-    if len(unsharded) > MOST_UNSHARDED:
-        unsharded = sorted(unsharded)[-MOST_UNSHARDED:]
-    return total + sum(unsharded), streams
+def alike_stages(workload: Workload, pp: int, device: Device) -> tuple[Alike, ...]:
+    """The stages of the rank at pipeline coordinate ``pp``, by kind."""
+    return tuple(
+        Alike(kind, index, stage_of(workload, index, device), count)
+        for kind, index, count in _held_kinds(
+            workload.schedule, workload.mesh.degree("pp"), _kinds(workload.stage_layers), pp
+        )
+    )
 
 
-def _vector(held: list[Held], situation: Situation) -> Bytes:
-    """The same by kind."""
-    account = Account()
-    unsharded = []
-    counts, many = situation.counts, len(held)
-    for place, one in enumerate(held):
-        state = situation.gradients[place]
-        parts = [
-            (one.gradients[state], 1),
-            *((one.per_count[which], counts[which * many + place]) for which in range(3)),
-        ]
-        for part, times in parts:
-            for kind, count in enumerate(part):
-                account.hold(kind, count * times)
-        account.hold(ACTIVATIONS, one.last_sent if counts[2 * many + place] else 0)
-        if state != REDUCED:
-            unsharded.append(one.unsharded)
-    account.hold(UNSHARDED_PARAMETERS, sum(sorted(unsharded)[-MOST_UNSHARDED:]))
-    return account.close().after
+@lru_cache(maxsize=65536)
+def _held_kinds(schedule: str, degree: int, kinds: tuple[int, ...], pp: int) -> tuple[tuple[int, int, int], ...]:
+    """Kind, first index and count of the stages at pipeline coordinate ``pp``."""
+    held = stages_of_rank(schedule, degree, len(kinds), pp) if degree > 1 else tuple(range(len(kinds)))
+    counts = Counter(kinds[index] for index in held)
+    first = {kinds[index]: index for index in reversed(held)}
+    return tuple((kind, first[kind], count) for kind, count in counts.items())
+
+
+@lru_cache(maxsize=4096)
+def _kinds(stage_layers: tuple[int, ...]) -> tuple[int, ...]:
+    """A number for every stage, the same for stages that are alike."""
+    last = len(stage_layers) - 1
+    numbers: dict[tuple[int, bool, bool], int] = {}
+    return tuple(
+        numbers.setdefault((layers, index == 0, index == last), len(numbers))
+        for index, layers in enumerate(stage_layers)
+    )
+
+
+class _Rank:
+    """A rank's stages by kind, and sums over what they hold."""
+
+    def __init__(self, held: dict[int, Held], stages: dict[int, int], kinds: int):
+        self.held, self.stages, self.kinds = held, stages, kinds
+        self._unsharded_by: dict[tuple[int, ...], int] = {}
+        nothing = Held.__new__(Held)
+        nothing.counted, nothing.reduced, nothing.unsharded = (NOTHING,) * 4, NOTHING, 0
+        by_kind = [held.get(kind, nothing) for kind in range(kinds)]
+        self.vectors = [one.counted[what] for what in range(4) for one in by_kind]
+        self.reduced = [one.reduced for one in by_kind]
+        self.totals = [sum(vector) for vector in self.vectors]
+        self.shards = [vector[GRADIENTS] for vector in self.vectors]
+        self.reduced_totals = [sum(vector) for vector in self.reduced]
+        self.reduced_shards = [vector[GRADIENTS] for vector in self.reduced]
+
+    def fullest(self, found: Iterable[Situation], buffers: int) -> Span:
+        """A span with the peak of the fullest of the situations, and the peaks of the streams over all of them."""
+        best: tuple[int, Situation, Span] | None = None
+        compute_highest = shards_highest = 0
+        for situation in found:
+            total = _dot(situation.counts, self.totals) + _dot(situation.reduced, self.reduced_totals)
+            total += self._unsharded(situation.reduced)
+            shards = _dot(situation.counts, self.shards) + _dot(situation.reduced, self.reduced_shards)
+            span = self.held[situation.kind].span(situation)
+            compute_highest = max(compute_highest, total - shards + span.compute_highest)
+            shards_highest = max(shards_highest, shards + span.stream_highest[0])
+            if best is None or total + span.highest > best[0]:
+                best = total + span.highest, situation, span
+        assert best is not None, "a schedule has actions"
+        highest, situation, span = best
+        peak = list(span.peak)
+        peak[PIPELINE_BUFFERS] += buffers
+        peak[UNSHARDED_PARAMETERS] += self._unsharded(situation.reduced)
+        for vector, count in zip((*self.vectors, *self.reduced), (*situation.counts, *situation.reduced), strict=True):
+            if count:
+                peak = [there + count * more for there, more in zip(peak, vector, strict=True)]
+        flying = f"{situation.in_flight} microbatch{'' if situation.in_flight == 1 else 'es'} in flight"
+        where = f"stage {situation.stage} {span.moment}, with {flying}"
+        streams = (shards_highest, self._gathering())
+        return Span(NOTHING, tuple(peak), highest + buffers, where, 0, compute_highest + buffers, streams)
+
+    def _unsharded(self, reduced: tuple[int, ...]) -> int:
+        """Bytes of gathered parameters: of the stages that are not done, and of no more than torch's runtime keeps."""
+        found = self._unsharded_by.get(reduced)
+        if found is None:
+            there = [(self.held[kind].unsharded, count - reduced[kind]) for kind, count in self.stages.items()]
+            sizes = sorted(size for size, count in there for _ in range(min(count, MOST_UNSHARDED)))
+            found = self._unsharded_by[reduced] = sum(sizes[-MOST_UNSHARDED:])
+        return found
+
+    def _gathering(self) -> int:
+        """Bytes of the buffers that the largest units are gathered in, one after the other."""
+        return max(
+            2 * unit.padded * one.stage.compute if one.stage.fsdp and one.shards > 1 else 0
+            for one in self.held.values()
+            for unit, _ in one.stage.units(one.shards).all
+        )
+
+
+def _dot(counts: tuple[int, ...], sizes: list[int]) -> int:
+    return sum(map(mul, counts, sizes))
