@@ -8,6 +8,7 @@ has its state.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +16,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import reserved_bytes, runtime_bytes
 from koushi.plan.ends import TOKEN
 from koushi.plan.operations import Device
-from koushi.plan.pipelined import alike_stages, pipelined_span
+from koushi.plan.pipelined import Alike, alike_stages, pipelined_span
 from koushi.plan.sharded import step_span
 from koushi.plan.spans import ACTIVATIONS, GRADIENTS, KINDS, NOTHING, OPTIMIZER, PARAMETERS
 from koushi.plan.stages import Stage
@@ -102,6 +103,7 @@ def _memory(workload: Workload, pp: int, hardware: Hardware | None) -> Memory:
         constant[ACTIVATIONS] += one.count * _rotary(workload)
     constant[ACTIVATIONS] += _batch(workload)
     total = sum(constant)
+    pools = reserved_bytes(total, span, stages[0].stage.fsdp and workload.system.own_streams, device)
     peak = [there + more for there, more in zip(constant, span.peak, strict=True)]
     by_kind = dict(zip(KINDS, peak, strict=True))
     buffers = by_kind.pop("gathered") + by_kind.pop("scattered")
@@ -109,7 +111,7 @@ def _memory(workload: Workload, pp: int, hardware: Hardware | None) -> Memory:
         **by_kind,
         communication_buffers=buffers,
         moment=span.moment,
-        fragmentation=reserved_bytes(total, span, stages[0].stage.fsdp, device) - total - span.highest,
+        fragmentation=pools - total - span.highest + (_besides(workload, stages) if device == "gpu" else 0),
         runtime=runtime_bytes(workload, device),
     )
 
@@ -128,9 +130,22 @@ def states(workload: Workload, stage: Stage) -> list[tuple[int, int]]:
     copies = 3 if system.separate_masters else 2
     return [
         (PARAMETERS, stage.whole * (stage.compute if system.separate_masters else stage.master)),
-        (GRADIENTS, stage.whole * stage.reduce),
+        (GRADIENTS, stage.whole * (stage.reduce + (stage.compute if _buckets(workload) else 0))),
         (OPTIMIZER, copies * -(-stage.whole * stage.master // owners)),
     ]
+
+
+def _buckets(workload: Workload) -> bool:
+    """Whether torch's DDP keeps buckets as large as all gradients (torch/nn/parallel/distributed.py)."""
+    return workload.system.ddp_buckets and workload.mesh.degree("dp_replicate", "dp_shard") > 1
+
+
+def _besides(workload: Workload, stages: Iterable[Alike]) -> int:
+    """Bytes of other systems' flat buffers."""
+    mesh, system = workload.mesh, workload.system
+    owners = mesh.degree("dp_replicate", "dp_shard") if system.sharding == "optimizer" else 1
+    updated = sum(one.count * one.stage.whole for one in stages) / owners
+    return int(updated * system.flat_update) + system.bucket_bytes
 
 
 def _batch(workload: Workload) -> int:
