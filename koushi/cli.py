@@ -75,6 +75,44 @@ def check(world: int | None, arguments: tuple[str, ...]) -> None:
 
 @commands.command(context_settings=_ARGUMENTS)
 @click.option(
+    "--gpus", type=click.IntRange(min=1), metavar="N", help="Devices in all.  [default: as the run file says]"
+)
+@click.option("--hardware", metavar="NAME|FILE", help="What to plan for.  [default: run.hardware, else h100-sxm-80gb]")
+@click.option("--search", is_flag=True, help="Rank every legal layout of the devices instead.")
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --search: a copy of the run file with the fastest.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The same for programs, and for every rank.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
+def plan(
+    gpus: int | None, hardware: str | None, search: bool, write: Path | None, as_json: bool, arguments: tuple[str, ...]
+) -> None:
+    """Say what a run file costs in memory, communication and time, before it runs.
+
+    Needs no GPU. Exit code 3 means that it does not fit.
+
+    \b
+    Example:
+      koushi plan examples/llama3_70b.yaml
+      koushi plan examples/llama3_8b.yaml --gpus 64 training.recompute=full
+      koushi plan examples/llama3_70b.yaml --search --write fastest.yaml
+    """
+    from koushi.plan.command import show_plan, show_search
+
+    run_path, overrides = _split(arguments)
+    if search:
+        show_search(run_path, overrides, gpus, hardware, as_json, write)
+    elif write is not None:
+        raise click.UsageError("--write is for what --search finds")
+    else:
+        show_plan(run_path, overrides, gpus, hardware, as_json)
+
+
+@commands.command(context_settings=_ARGUMENTS)
+@click.option(
     "--resume", metavar="auto|never|PATH", help="Go on from the run's newest checkpoint, begin anew, or from PATH."
 )
 @click.option(
@@ -264,7 +302,37 @@ def inspect(path: Path, tensors: bool) -> None:
     run(path, tensors)
 
 
-for _command in (check, train, verify, dry_run):
+@commands.command()
+@click.option(
+    "--calibrate",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Measure this machine and write a hardware file.",
+)
+@click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Ranks that measure.  [default: all GPUs]")
+@click.argument("name", required=False, metavar="[NAME|FILE]")
+def hardware(name: str | None, calibrate: Path | None, processes: int | None) -> None:
+    """List the hardware that koushi plan knows, show one, or measure the machine at hand.
+
+    With --calibrate, NAME is the hardware to take what is not measured from.
+
+    \b
+    Example:
+      koushi hardware
+      koushi hardware h100
+      koushi hardware --calibrate mine.yaml
+    """
+    if calibrate is not None:
+        from koushi.calibrate.command import calibrate as run
+
+        click.echo(f"{calibrate}: {run(calibrate, 'auto', processes, name).description}")
+        return
+    from koushi.hardware.text import shown, table
+
+    click.echo(table() if name is None else shown(name))
+
+
+for _command in (check, plan, train, verify, dry_run):
     _command.epilog = " ".join(OVERRIDES.split())
 
 

@@ -108,6 +108,7 @@ def _chip(found: Measurements, nearest: Chip) -> Chip:
         sustained=min(0.99, _round(max(shares) if nearest.units == 1 else median(shares))),
         burst=min(0.995, _round(max(shares))),
         released=1.0,
+        released_float8=1.0,
         kernel_us=_round(found.kernel_seconds * 1e6),
     )
     return _attention(found, own) if found.attention else own

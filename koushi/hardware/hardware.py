@@ -41,6 +41,8 @@ class Chip:
     """Share of the memory bandwidth that elementwise kernels reach."""
     released: float
     """What matmuls reach of that with the libraries of a torch release, not the vendor's newest."""
+    released_float8: float
+    """The same of matmuls in float8, whose kernels in torch are younger."""
     attention_forward: float
     """Share of the peak that FlashAttention-2 reaches on long sequences with heads of 128."""
     attention_backward: float

@@ -34,7 +34,8 @@ def matmul_seconds(chip: Chip, m: int, n: int, k: int, dtype: str, batch: int = 
 
     Tiles and waves: NVIDIA, Matrix Multiplication Background (2020). Power: the sustained rate of ``chip``.
     """
-    peak = chip.peak(dtype) * (1.0 if newest else chip.released)
+    released = chip.released_float8 if dtype == "float8" else chip.released
+    peak = chip.peak(dtype) * (1.0 if newest else released)
     flops = 2.0 * m * n * k * batch
     moved = (m * k + k * n) * DTYPE_BYTES[dtype] + m * n * max(2, DTYPE_BYTES[dtype])
     memory = moved * batch / (chip.memory_bandwidth * chip.streaming)

@@ -149,13 +149,6 @@ def recompute_modes(pipeline: Pipeline) -> tuple[Recompute, ...]:
     return ("none", "full") if pipeline.pp > 1 and SCHEDULES[pipeline.schedule].splits_backward else MODES
 
 
-def reshard_choices(pp: int, data_parallel: int) -> tuple[bool, ...]:
-    """Under pipelining gathered parameters stay; else they may be freed after forward, where any are gathered."""
-    if pp > 1:
-        return (False,)
-    return (True, False) if data_parallel > 1 else (True,)
-
-
 @dataclass(frozen=True)
 class Split:
     """How the devices divide into tensor, pipeline and data parallel, and the batch into microbatches."""
@@ -165,6 +158,13 @@ class Split:
     data_parallel: int
     microbatch_size: int
     microbatches: int
+
+
+def reshard_choices(split: Split) -> tuple[bool, ...]:
+    """Under pipelining gathered parameters stay; else they may be freed after forward, where any are gathered."""
+    if split.pp > 1:
+        return (False,)
+    return (True, False) if split.data_parallel > 1 else (True,)
 
 
 def splits(question: Question) -> Iterator[Split]:
@@ -186,7 +186,7 @@ def layouts(question: Question) -> Iterator[Layout]:
         for pipeline in pipelines(question, split.pp, split.microbatches):
             for recompute in recompute_modes(pipeline):
                 for shard in divisors(split.data_parallel):
-                    for reshard in reshard_choices(split.pp, split.data_parallel):
+                    for reshard in reshard_choices(split):
                         replicas = split.data_parallel // shard
                         yield Layout(split.tp, pipeline, replicas, shard, split.microbatch_size, recompute, reshard)
 
@@ -201,10 +201,12 @@ def is_legal(question: Question, layout: Layout) -> bool:
     samples, left = divmod(question.global_batch_size, data_parallel)
     if left or samples % layout.microbatch_size:
         return False
+    microbatches = samples // layout.microbatch_size
+    split = Split(layout.tp, layout.pp, data_parallel, layout.microbatch_size, microbatches)
     return (
-        layout.pipeline in pipelines(question, layout.pp, samples // layout.microbatch_size)
+        layout.pipeline in pipelines(question, layout.pp, microbatches)
         and layout.recompute in recompute_modes(layout.pipeline)
-        and layout.reshard_after_forward in reshard_choices(layout.pp, data_parallel)
+        and layout.reshard_after_forward in reshard_choices(split)
     )
 
 
