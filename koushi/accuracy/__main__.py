@@ -11,9 +11,12 @@ import click
 from koushi.accuracy.published import described
 from koushi.accuracy.rows import FAILED, MEASURED, read
 from koushi.accuracy.score import by_source, score
-from koushi.accuracy.text import as_json, report, rows_table, sweeps_table
+from koushi.accuracy.text import as_json, error_bars, report, rows_table, sweeps_table
 from koushi.errors import KoushiError
+from koushi.plan.plan import ACCURACY
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "accuracy.md"
+BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->"
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -23,8 +26,14 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--source", multiple=True, help="Only this source.")
 @click.option("--json", "json_wanted", is_flag=True, help="Print figures as JSON.")
 @click.option("--rows", is_flag=True, help="Print every run and sweep too.")
+@click.option("--write", is_flag=True, help="Renew the error bars of `koushi plan`, and the document.")
 def main(
-    runs: tuple[Path, ...], failed: tuple[Path, ...], source: tuple[str, ...], json_wanted: bool, rows: bool
+    runs: tuple[Path, ...],
+    failed: tuple[Path, ...],
+    source: tuple[str, ...],
+    json_wanted: bool,
+    rows: bool,
+    write: bool,
 ) -> None:
     """Hold the planner against published runs: error by source, order of layouts, and what fits."""
     try:
@@ -38,12 +47,23 @@ def main(
     ran = [score(run) for run in wanted]
     not_run = [score(run) for run in wanted_lost]
     scores = by_source(ran, not_run)
+    text = report(scores, wanted, (*left_out, *left_out_lost), not_run)
+    if write:
+        ACCURACY.write_text(json.dumps(error_bars(scores), indent=2) + "\n", encoding="utf-8")
+        if DOCUMENT.exists():
+            DOCUMENT.write_text(with_tables(DOCUMENT.read_text(encoding="utf-8"), text), encoding="utf-8")
     if json_wanted:
         print(json.dumps(as_json(scores), indent=2))
         return
     if rows:
         print(rows_table(ran), sweeps_table(scores), sep="\n\n", end="\n\n")
-    print(report(scores, wanted, (*left_out, *left_out_lost), not_run))
+    print(text)
+
+
+def with_tables(document: str, text: str) -> str:
+    """The document with ``text`` in place of its tables."""
+    before, _, rest = document.partition(BEGIN)
+    return f"{before}{BEGIN}\n```text\n{text}\n```\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

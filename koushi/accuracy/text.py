@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from statistics import mean
 
 from koushi.accuracy.published import LeftOut, Run
 from koushi.accuracy.score import Errors, Fit, Scored, SourceScore, layout_of, over_sources
@@ -164,6 +165,19 @@ def report(
     if any(one.fit for one in scores):
         pieces += ["Does it fit?", fits_table(scores)]
     return "\n\n".join([*pieces, left_out_table(runs, left_out)])
+
+
+def error_bars(scores: Sequence[SourceScore]) -> dict[str, dict[str, float]]:
+    """Of step time and memory: the means over sources that the table ends with, and how many runs they stand on."""
+    found = {}
+    for name in ("time", "memory"):
+        errors = [known for one in scores if (known := getattr(one, name)) is not None]
+        found["step_time" if name == "time" else name] = {
+            "median": round(mean(known.median for known in errors), 4),
+            "p90": round(mean(known.p90 for known in errors), 4),
+            "runs": sum(known.runs for known in errors),
+        }
+    return found
 
 
 def as_json(scores: Iterable[SourceScore]) -> dict[str, object]:

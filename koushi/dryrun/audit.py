@@ -37,7 +37,7 @@ def _of_rank(job: Job, one: RankClass, record: Record) -> Iterator[Finding]:
         if event.once:
             continue
         for rule, (what, do) in broken(Case(event, facts, record, copied)):
-            if not exempt(rule, event, facts, job.mesh):
+            if not exempt(rule, event, facts, job):
                 yield Finding(rule, event, one.ranks, what, do)
 
 
@@ -47,7 +47,7 @@ def _unused(job: Job, everyone: Mapping[int, Record]) -> Iterator[Finding]:
         for place in group.places:
             facts = [record.facts[number] for record, number in place]
             event = place[0][0].ledger.events[place[0][1]]
-            if all(each.unused for each in facts) and not exempt("unused", event, facts[0], job.mesh):
+            if all(each.unused for each in facts) and not exempt("unused", event, facts[0], job):
                 what = "nothing is computed from its result"
                 yield Finding("unused", event, group.ranks, what, "Leave it out, or use what it gives.")
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from koushi.dryrun.flow import Facts
-from koushi.mesh import MeshSpec
+from koushi.job import Job
 from koushi.parallel.ledger import Event, Ledger
+from koushi.schedules import SCHEDULES
 from koushi.units import bytes_text
 
 SCALARS = 2
@@ -64,7 +65,7 @@ class Exemption:
     """What a rule would find and is right all the same."""
 
     rule: str
-    applies: Callable[[Event, Facts, MeshSpec], bool]
+    applies: Callable[[Event, Facts, Job], bool]
     reason: str
 
 
@@ -79,7 +80,7 @@ def is_scalar(event: Event) -> bool:
     )
 
 
-def _is_tied_exchange(event: Event, facts: Facts, mesh: MeshSpec) -> bool:
+def _is_tied_exchange(event: Event, facts: Facts, job: Job) -> bool:
     """The other end's gradient comes unnamed."""
     one = event.collective
     tied = {"tok_embeddings.weight", "output.weight"}
@@ -90,7 +91,7 @@ def _is_tied_exchange(event: Event, facts: Facts, mesh: MeshSpec) -> bool:
     )
 
 
-def _is_gathered_with_the_rest(event: Event, facts: Facts, mesh: MeshSpec) -> bool:
+def _is_gathered_with_the_rest(event: Event, facts: Facts, job: Job) -> bool:
     one = event.collective
     return (
         (one.submesh, one.operation, one.phase) == ("dp_shard", "all_gather", "backward")
@@ -99,10 +100,23 @@ def _is_gathered_with_the_rest(event: Event, facts: Facts, mesh: MeshSpec) -> bo
     )
 
 
+def _is_recomputed_by_parameter(event: Event, facts: Facts, job: Job) -> bool:
+    schedule = SCHEDULES[job.config.parallelism.pipeline_parallel_schedule]
+    return (
+        job.mesh.degree("pp") > 1
+        and schedule.splits_backward
+        and job.config.training.recompute == "full"
+        and (event.collective.submesh, event.collective.phase) == ("tp", "backward")
+    )
+
+
+_BY_PARAMETER = (
+    "where a schedule splits backward, torch computes a block again for the gradient of each of its parameters"
+)
 EXEMPTIONS = (
     Exemption(
         "not allowed",
-        lambda event, facts, mesh: is_scalar(event),
+        lambda event, facts, job: is_scalar(event),
         "loss, gradient norm and the number of valid tokens are summed over every sub-mesh that they are split over",
     ),
     Exemption(
@@ -115,8 +129,10 @@ EXEMPTIONS = (
         _is_gathered_with_the_rest,
         "torch gathers every unit again for backward, also the embedding, whose backward does not read its table",
     ),
+    Exemption("gathered again", _is_recomputed_by_parameter, _BY_PARAMETER),
+    Exemption("unused", _is_recomputed_by_parameter, _BY_PARAMETER),
 )
 
 
-def exempt(rule: str, event: Event, facts: Facts, mesh: MeshSpec) -> bool:
-    return any(each.rule == rule and each.applies(event, facts, mesh) for each in EXEMPTIONS)
+def exempt(rule: str, event: Event, facts: Facts, job: Job) -> bool:
+    return any(each.rule == rule and each.applies(event, facts, job) for each in EXEMPTIONS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, cast
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -96,8 +98,16 @@ def world(spec: MeshSpec, rank: int, kind: DeviceKind) -> Iterator[torch.device]
     """Be ``rank`` of the world that ``spec`` describes, on devices of ``kind``; gives the device to build on."""
     assert not dist.is_initialized(), "a process can be one rank of one world, once"
     dist.init_process_group(BACKEND, rank=rank, world_size=spec.world_size, store=FakeStore())
-    with patched(kind):
+    with patched(kind), patch.object(device_mesh, "new_group", partial(_own_group, rank)):
         yield META
+
+
+_new_group = device_mesh.new_group
+
+
+def _own_group(rank: int, ranks: Sequence[int], **options: Any) -> Any:
+    """A mesh makes the groups of all its ranks; 16,384 ranks have 36,000 of them."""
+    return _new_group(ranks, **options) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
 
 @contextmanager

@@ -228,8 +228,9 @@ def unshard(workload: Workload, unit: Unit, phase: Phase) -> Traffic:
     """The gather of one unit's parameters: nothing in a group of one."""
     if workload.mesh.degree("dp_shard") == 1 or workload.system.sharding != "fsdp":
         return Counter()
-    size = unit.padded * DTYPE_BYTES[workload.compute]
-    return Counter({Collective("dp_shard", "all_gather", phase, workload.compute, size): 1})
+    block = unit.tensors == units_of(workload, 0).block.tensors
+    dtype = "float8" if workload.system.gathers_float8 and block else workload.compute
+    return Counter({Collective("dp_shard", "all_gather", phase, dtype, unit.padded * DTYPE_BYTES[dtype]): 1})
 
 
 def reduction(workload: Workload, unit: Unit) -> Traffic:

@@ -28,6 +28,7 @@ class EndShape:
     """The dtype the embedding's table is looked up in."""
     loss_parallel: bool
     loss_chunks: int
+    distributed_loss: bool
 
 
 @cache
@@ -86,6 +87,8 @@ def loss_operations(shape: EndShape) -> tuple[Op, ...]:
     """From ``x``, the logits, to ``loss``, which has no size."""
     tokens, width = _tokens_at_a_time(shape), DTYPE_BYTES[shape.block.compute]
     logits = logits_bytes(shape)
+    if shape.block.tp > 1 and shape.loss_parallel and shape.distributed_loss:
+        return _distributed_loss(logits, logits * max(4, width) // width)
     if shape.block.tp > 1 and shape.loss_parallel:
         return (_vocabulary_loss(tokens, logits, logits * max(4, width) // width),)
     whole = tokens * shape.vocab_size * width
@@ -126,3 +129,12 @@ def _vocabulary_loss(tokens: int, logits: int, wide: int) -> Op:
         back_work=cast + wide - logits,
         kind=LOGITS,
     )
+
+
+def _distributed_loss(logits: int, wide: int) -> tuple[Op, ...]:
+    """torch's ``loss_parallel`` (torch/distributed/tensor/parallel/loss.py): cross_entropy's arrays, and forward the
+    shifted logits with their exponentials, backward the gradient's parts side by side."""
+    ops = list(_plain_loss(logits, logits, wide))
+    ops[-2] = replace(ops[-2], work=2 * wide)
+    ops[-1] = replace(ops[-1], back_work=2 * wide)
+    return tuple(ops)

@@ -51,6 +51,8 @@ class Stretch:
     """Outputs that selective recompute keeps."""
     held: frozenset[str] = frozenset()
     """What somebody else holds from the end of forward to the end of backward."""
+    stops_early: bool = True
+    """Whether a checkpoint stops at the last tensor that backward needs; else it goes forward to the end."""
 
     @property
     def last(self) -> str:
@@ -154,6 +156,8 @@ class _Run:
         """What a checkpoint does before backward: forward, up to the last operation that saves anything."""
         ops = self.stretch.ops
         stop = max(index for index, op in enumerate(ops) if op.saves or op.hidden)
+        if not self.stretch.stops_early:
+            stop = len(ops) - 1
         cached = self.keep - {"x"}
         late = frozenset(op.makes for op in ops[stop:])
         self.keep = (cached & late) | {"x"}

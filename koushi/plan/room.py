@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import mul
+from typing import NamedTuple
 
 from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import fragmentation_bytes, runtime_bytes
 from koushi.plan.layouts import Pipeline, Split, layers_of, mesh_of
 from koushi.plan.operations import Device
-from koushi.plan.pipelined import PipelinedStage
+from koushi.plan.pipelined import buffer_bytes, forward
+from koushi.plan.stages import stage_of
 from koushi.plan.units import units_of
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Recompute, Workload
@@ -98,6 +101,20 @@ class _Kinds:
     """Of a microbatch's messages to come: of the first, a middle and the last stage."""
 
 
+class _Sizes(NamedTuple):
+    """What a rank's stages hold, in bytes; ``whole`` in elements."""
+
+    kept: list[int]
+    blocks: list[int]
+    whole: list[int]
+    states: float
+    """Before data parallel cuts them."""
+    always: float
+    """Gathered parameters."""
+    buffers: int
+    """Of each microbatch's messages to come."""
+
+
 class Room:
     """Bounds of memory for layouts of one run on one kind of hardware."""
 
@@ -106,6 +123,7 @@ class Room:
         self.hardware = hardware
         self.device: Device = "cpu" if hardware.name == "cpu" else "gpu"
         self._kinds: dict[tuple[object, ...], _Kinds] = {}
+        self._held: dict[tuple[int, int, int, bool, int], _Sizes] = {}
         self._ranks: dict[tuple[Split, Recompute, Pipeline], tuple[tuple[float, float], ...]] = {}
         self._runtime: dict[tuple[bool, ...], int] = {}
         self._widths = tuple(DTYPE_BYTES[name] for name in (base.parameters, base.compute, base.reduce))
@@ -137,26 +155,35 @@ class Room:
 
     def _rank(self, split: Split, kinds: _Kinds, pipeline: Pipeline, rank: int) -> tuple[float, float]:
         """States before data parallel cuts them, and what else a rank holds at its fullest moment."""
-        layers = layers_of(self.base.model.n_layers, pipeline.pp * pipeline.stages_per_rank)
-        final = len(layers) - 1
-        found = moments(pipeline.schedule, pipeline.pp, pipeline.stages_per_rank, split.microbatches, rank)
-        master, compute, reduce = self._widths
-        gradient = reduce if split.data_parallel > 1 else master
-        wholes, buffers = [], 0
-        there = [0] * len(found)
-        for index, stage in enumerate(stages_of_rank(pipeline.schedule, pipeline.pp, len(layers), rank)):
-            kind = 1 if stage == 0 else 3 if stage == final else 2
-            whole = kinds.whole[0] * layers[stage] + kinds.whole[kind]
-            blocks = kinds.kept[0] * layers[stage]
-            kept = blocks + kinds.kept[kind]
-            wholes.append(whole)
-            buffers += kinds.buffers[kind - 1]
-            for which, moment in enumerate(found):
-                there[which] += moment.kept[index] * kept + moment.halves[index] * blocks
-                if moment.whole[index]:
-                    there[which] += gradient * whole
-        unsharded = sum(sorted(wholes)[-MOST_UNSHARDED:]) * compute if split.data_parallel > 1 else 0
-        return 3.0 * master * sum(wholes), float(unsharded + buffers * split.microbatches + max(there))
+        v_shaped = SCHEDULES[pipeline.schedule].v_shaped
+        sizes = self._sizes(split, kinds, pipeline.pp, pipeline.stages_per_rank, v_shaped, rank)
+        gradient = self._widths[2] if split.data_parallel > 1 else self._widths[0]
+        most = 0.0
+        for moment in moments(pipeline.schedule, pipeline.pp, pipeline.stages_per_rank, split.microbatches, rank):
+            there = sum(map(mul, moment.kept, sizes.kept)) + sum(map(mul, moment.halves, sizes.blocks))
+            most = max(most, there + gradient * sum(map(mul, moment.whole, sizes.whole)))
+        return sizes.states, sizes.always + sizes.buffers * split.microbatches + most
+
+    def _sizes(self, split: Split, kinds: _Kinds, pp: int, per_rank: int, v_shaped: bool, rank: int) -> _Sizes:
+        key = (id(kinds), pp, per_rank, v_shaped, rank)
+        found = self._held.get(key)
+        if found is None:
+            n_stages = pp * per_rank
+            held = stages_of_rank("ZBVZeroBubble" if v_shaped else "LoopedBFS", pp, n_stages, rank)
+            layers = [layers_of(self.base.model.n_layers, n_stages)[stage] for stage in held]
+            ends = [1 if stage == 0 else 3 if stage == n_stages - 1 else 2 for stage in held]
+            whole = [kinds.whole[0] * count + kinds.whole[end] for count, end in zip(layers, ends, strict=True)]
+            blocks = [kinds.kept[0] * count for count in layers]
+            gathered = sum(sorted(whole)[-MOST_UNSHARDED:]) if split.data_parallel > 1 else 0
+            found = self._held[key] = _Sizes(
+                kept=[block + kinds.kept[end] for block, end in zip(blocks, ends, strict=True)],
+                blocks=blocks,
+                whole=whole,
+                states=3.0 * self._widths[0] * sum(whole),
+                always=float(gathered * self._widths[1]),
+                buffers=sum(kinds.buffers[end - 1] for end in ends),
+            )
+        return found
 
     def _device(self, split: Split, active: float) -> float:
         return active + fragmentation_bytes(int(active), self.device) + self._runtime_of(split)
@@ -182,15 +209,16 @@ class Room:
                 microbatches=1,
                 recompute=recompute,
             )
-            stages = [PipelinedStage(workload, index, self.device) for index in range(3)]
-            one = PipelinedStage(replace(workload, stage_layers=(1, 1, 1)), 1, self.device)
-            sizes = [sum(stage.forward.after) for stage in stages]
-            block = sizes[1] - sum(one.forward.after)
+            stages = [stage_of(workload, index, self.device) for index in range(3)]
+            one = stage_of(replace(workload, stage_layers=(1, 1, 1)), 1, self.device)
+            sizes = [forward(stage).growth for stage in stages]
+            buffers = [buffer_bytes(workload, stage) for stage in stages]
+            block = sizes[1] - forward(one).growth
             wholes = [units_of(workload, index).total.whole for index in range(3)]
             per_block = wholes[1] // 2
             found = self._kinds[key] = _Kinds(
                 (block, sizes[0] - block, sizes[1] - 2 * block, sizes[2] - block),
                 (per_block, wholes[0] - per_block, 0, wholes[2] - per_block),
-                (stages[0].buffers, stages[1].buffers, stages[2].buffers),
+                (buffers[0], buffers[1], buffers[2]),
             )
         return found

@@ -94,6 +94,16 @@ class System:
     stops_early: bool = True
     """Whether full recompute ends with the last tensor that backward needs, as torch's without reentry does; else a
     block's whole forward is done again, with its last matmul and collective."""
+    ddp_buckets: bool = False
+    """Whether torch's DistributedDataParallel keeps buckets for all gradients, in the compute dtype, besides; where
+    data parallel is above 1."""
+    own_streams: bool = True
+    """Whether FSDP's collectives allocate on streams of their own, as ``fully_shard``'s do; traced ones don't."""
+    bucket_bytes: int = 0
+    """Buffers that collectives of gradients and parameters go through, made once."""
+    flat_update: float = 0.0
+    """Bytes per updated parameter that the update lays out in flat buffers, too large for what activations left
+    behind: DeepSpeed's gradients in float32 and flattened."""
     recompute_share: float = 1.0
     """Share of the layers that recompute at all."""
     kept_matmuls: float = 1.0
@@ -102,6 +112,8 @@ class System:
     """Whether query, key and value are one matmul, and both inner ones of a gated feed-forward."""
     host_operations: float = 0.0
     """What the host issues for one block's forward, and as much again for its backward; 0: as Koushi does."""
+    distributed_loss: bool = False
+    """Whether the loss of logits cut along the vocabulary is torch's ``loss_parallel``, which makes two more arrays."""
     loss_chunks: int = 1
     """Pieces of the sequence that logits and loss are computed in, one after the other."""
 

@@ -47,6 +47,12 @@ def test_a_sound_layout_has_no_findings(overrides: tuple[str, ...], tmp_path: Pa
     assert [str(one) for one in found(tmp_path, *overrides)] == []
 
 
+@pytest.mark.long
+def test_what_torch_computes_again_for_each_parameter_is_let_pass(tmp_path: Path) -> None:
+    schedule = "parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+    assert found(tmp_path, *PP2, *TP2, schedule, "training.recompute=full", "model.n_layers=4") == []
+
+
 @pytest.mark.parametrize("overrides", (SOUND[0], *SOUND[-2:]), ids=" ".join)
 def test_nor_as_it_runs_on_cuda(overrides: tuple[str, ...], tmp_path: Path) -> None:
     job = tiny_job(tmp_path, *overrides, "precision.compute=bfloat16", "training.recompute=selective")
