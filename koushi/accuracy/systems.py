@@ -60,6 +60,8 @@ def _cut_sequence(row: Row, otherwise: bool) -> bool:
     return otherwise if row.sequence_parallel is None else row.sequence_parallel
 
 
+COMPILED_LOSS = "2025-05"
+"""Since about then torchtitan compiles the loss with the model (``components/loss.py``)."""
 CUDNN_FIRST = "2025-10"
 """Since about then torchtitan's ``models/attention.py`` asks for cuDNN's attention before FlashAttention-2."""
 
@@ -76,6 +78,8 @@ def _torchtitan(row: Row) -> Described:
     )
     if any(word in row.notes for word in ("SimpleFSDP", "graph_trainer", "_inductor")):
         system = replace(system, own_streams=False)
+    elif row.compiled and row.date >= COMPILED_LOSS:
+        system = replace(system, compiled_loss=True)
     # Selective is torchtitan's default where a row says nothing.
     recompute: Recompute = "selective" if row.recompute == "" else "none"
     return Described(system, "bfloat16", "float32", recompute, row.zero_stage != 2)

@@ -114,6 +114,8 @@ class System:
     """What the host issues for one block's forward, and as much again for its backward; 0: as Koushi does."""
     distributed_loss: bool = False
     """Whether the loss of logits cut along the vocabulary is torch's ``loss_parallel``, which makes two more arrays."""
+    compiled_loss: bool = False
+    """Whether a compiler makes one kernel of the loss, which reads the logits and writes their gradient."""
     loss_chunks: int = 1
     """Pieces of the sequence that logits and loss are computed in, one after the other."""
 
