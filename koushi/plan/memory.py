@@ -141,11 +141,11 @@ def _buckets(workload: Workload) -> bool:
 
 
 def _besides(workload: Workload, stages: Iterable[Alike]) -> int:
-    """Bytes of other systems' flat buffers."""
+    """Bytes of other systems' flat buffers, and what they hold throughout."""
     mesh, system = workload.mesh, workload.system
     owners = mesh.degree("dp_replicate", "dp_shard") if system.sharding == "optimizer" else 1
     updated = sum(one.count * one.stage.whole for one in stages) / owners
-    return int(updated * system.flat_update) + system.bucket_bytes
+    return int(updated * system.flat_update) + system.other_bytes
 
 
 def _batch(workload: Workload) -> int:

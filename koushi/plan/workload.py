@@ -99,8 +99,8 @@ class System:
     data parallel is above 1."""
     own_streams: bool = True
     """Whether FSDP's collectives allocate on streams of their own, as ``fully_shard``'s do; traced ones don't."""
-    bucket_bytes: int = 0
-    """Buffers that collectives of gradients and parameters go through, made once."""
+    other_bytes: int = 0
+    """What a GPU holds throughout besides: buckets that collectives go through, kernels loaded ahead of use."""
     flat_update: float = 0.0
     """Bytes per updated parameter that the update lays out in flat buffers, too large for what activations left
     behind: DeepSpeed's gradients in float32 and flattened."""
