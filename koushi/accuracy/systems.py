@@ -118,7 +118,8 @@ def _nanotron(row: Row) -> Described:
         sequence_first=True,
         blocking_sends=True,
         gradients_at_once=False,
-        ddp_buckets=True,
+        # DDP's buckets, in bfloat16.
+        copies=2.0 if (row.dp_replicate or 1) * (row.dp_shard or 1) > 1 else 0.0,
         fused_projections=True,
         keeps_gathered=not _later_nanotron(row),
         host_operations=NANOTRON_OPERATIONS,
@@ -154,8 +155,9 @@ def _megatron_deepspeed(row: Row) -> Described:
         overlap_data_parallel=False,
     )
     if _half(row) == "bfloat16" and "fp32 grad" in row.notes:
-        # Gradients in bfloat16 are added up in float32, and zeroed, not freed.
-        return Described(_zero1(row, replace(system, ddp_buckets=True)), "bfloat16", "float32", "none")
+        # BF16_Optimizer adds gradients up in float32 and zeroes, not frees, those in bfloat16; parameters are laid out
+        # flat on the device, beside those that they come from.
+        return Described(_zero1(row, replace(system, copies=4.0)), "bfloat16", "float32", "none")
     system = replace(system, flat_update=DEEPSPEED_FLAT)
     return Described(_zero1(row, system), _half(row), _half(row), "none")
 

@@ -94,9 +94,9 @@ class System:
     stops_early: bool = True
     """Whether full recompute ends with the last tensor that backward needs, as torch's without reentry does; else a
     block's whole forward is done again, with its last matmul and collective."""
-    ddp_buckets: bool = False
-    """Whether torch's DistributedDataParallel keeps buckets for all gradients, in the compute dtype, besides; where
-    data parallel is above 1."""
+    copies: float = 0.0
+    """Bytes per parameter of a rank that are held besides: the buckets of torch's DistributedDataParallel, gradients
+    zeroed and not freed, parameters from before they were laid out flat."""
     own_streams: bool = True
     """Whether FSDP's collectives allocate on streams of their own, as ``fully_shard``'s do; traced ones don't."""
     other_bytes: int = 0
