@@ -60,6 +60,8 @@ def _cut_sequence(row: Row, otherwise: bool) -> bool:
     return otherwise if row.sequence_parallel is None else row.sequence_parallel
 
 
+COMPILED_LOSS = "2025-05"
+"""Since about then torchtitan compiles the loss with the model (``components/loss.py``)."""
 CUDNN_FIRST = "2025-10"
 """Since about then torchtitan's ``models/attention.py`` asks for cuDNN's attention before FlashAttention-2."""
 
@@ -76,6 +78,8 @@ def _torchtitan(row: Row) -> Described:
     )
     if any(word in row.notes for word in ("SimpleFSDP", "graph_trainer", "_inductor")):
         system = replace(system, own_streams=False)
+    elif row.compiled and row.date >= COMPILED_LOSS:
+        system = replace(system, compiled_loss=True)
     # Selective is torchtitan's default where a row says nothing.
     recompute: Recompute = "selective" if row.recompute == "" else "none"
     return Described(system, "bfloat16", "float32", recompute, row.zero_stage != 2)
@@ -114,7 +118,8 @@ def _nanotron(row: Row) -> Described:
         sequence_first=True,
         blocking_sends=True,
         gradients_at_once=False,
-        ddp_buckets=True,
+        # DDP's buckets, in bfloat16.
+        copies=2.0 if (row.dp_replicate or 1) * (row.dp_shard or 1) > 1 else 0.0,
         fused_projections=True,
         keeps_gathered=not _later_nanotron(row),
         host_operations=NANOTRON_OPERATIONS,
@@ -129,6 +134,9 @@ MEGATRON_DEEPSPEED_OPERATIONS = 150.0
 
 DEEPSPEED_BUCKETS = 2 * 500_000_000 * 2
 """DeepSpeed's default reduce_bucket_size and allgather_bucket_size, in elements of 2 bytes."""
+EAGER_KERNELS = (1573 - 600) << 20
+"""Bytes: before CUDA loaded kernels as they are used (11.7), the source measured a context of 1573 MiB, where the
+planner counts 600."""
 DEEPSPEED_FLAT = 6.0
 """Bytes: ZeRO-1's update copies a rank's gradients to float32 (4) and flattens them before (2)."""
 
@@ -136,7 +144,7 @@ DEEPSPEED_FLAT = 6.0
 def _megatron_deepspeed(row: Row) -> Described:
     system = System(
         blocking_launches=True,
-        bucket_bytes=DEEPSPEED_BUCKETS,
+        other_bytes=DEEPSPEED_BUCKETS + EAGER_KERNELS,
         host_operations=MEGATRON_DEEPSPEED_OPERATIONS,
         stops_early=False,
         blocking_sends=True,
@@ -147,8 +155,9 @@ def _megatron_deepspeed(row: Row) -> Described:
         overlap_data_parallel=False,
     )
     if _half(row) == "bfloat16" and "fp32 grad" in row.notes:
-        # Gradients in bfloat16 are added up in float32, and zeroed, not freed.
-        return Described(_zero1(row, replace(system, ddp_buckets=True)), "bfloat16", "float32", "none")
+        # BF16_Optimizer adds gradients up in float32 and zeroes, not frees, those in bfloat16; parameters are laid out
+        # flat on the device, beside those that they come from.
+        return Described(_zero1(row, replace(system, copies=4.0)), "bfloat16", "float32", "none")
     system = replace(system, flat_update=DEEPSPEED_FLAT)
     return Described(_zero1(row, system), _half(row), _half(row), "none")
 

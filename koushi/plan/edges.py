@@ -68,6 +68,12 @@ def _total(workload: Workload, hardware: Hardware, traffic: Traffic) -> float:
     return sum(calls * seconds_of(workload.mesh, hardware, collective) for collective, calls in traffic.items())
 
 
+def gather_seconds(workload: Workload, hardware: Hardware, stage: int) -> float:
+    """Of all units of a stage, one after the other."""
+    units = units_of(workload, stage)
+    return sum(count * _total(workload, hardware, unshard(workload, unit, "forward")) for unit, count in units.all)
+
+
 def _hidden(seconds: float, beside: float) -> tuple[float, float]:
     """Of communication next to compute: what is exposed, and the compute lost to the rest."""
     hidden = min(seconds, OVERLAPPED * max(0.0, beside))

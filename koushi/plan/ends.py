@@ -29,6 +29,7 @@ class EndShape:
     loss_parallel: bool
     loss_chunks: int
     distributed_loss: bool
+    compiled_loss: bool
 
 
 @cache
@@ -87,6 +88,8 @@ def loss_operations(shape: EndShape) -> tuple[Op, ...]:
     """From ``x``, the logits, to ``loss``, which has no size."""
     tokens, width = _tokens_at_a_time(shape), DTYPE_BYTES[shape.block.compute]
     logits = logits_bytes(shape)
+    if shape.compiled_loss:
+        return (Op("loss", 0, ("x",), ("x",), hidden=tokens * TOKEN, gives=(("x", logits),), kind=LOGITS),)
     if shape.block.tp > 1 and shape.loss_parallel and shape.distributed_loss:
         return _distributed_loss(logits, logits * max(4, width) // width)
     if shape.block.tp > 1 and shape.loss_parallel:

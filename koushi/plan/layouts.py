@@ -128,20 +128,24 @@ def tensor_degrees(question: Question) -> tuple[int, ...]:
     )
 
 
-def pipelines(question: Question, pp: int, microbatches: int) -> Iterator[Pipeline]:
+def pipelines(question: Question, pp: int, microbatches: int) -> tuple[Pipeline, ...]:
     """Every schedule and number of virtual stages for ``pp`` ranks and so many microbatches."""
+    return _pipelines(question.size.n_layers, question.compiled, pp, microbatches)
+
+
+@cache
+def _pipelines(n_layers: int, compiled: bool, pp: int, microbatches: int) -> tuple[Pipeline, ...]:
     if pp == 1:
-        yield Pipeline()
-        return
-    most_stages = question.size.n_layers // pp
+        return (Pipeline(),)
+    found, most_stages = [], n_layers // pp
     for schedule, needs in SCHEDULES.items():
-        if needs.splits_backward and question.compiled:
+        if needs.splits_backward and compiled:
             continue
-        for stages in range(
-            needs.fewest_stages_per_rank, min(most_stages, needs.most_stages_per_rank or most_stages) + 1
-        ):
+        most = min(most_stages, needs.most_stages_per_rank or most_stages)
+        for stages in range(needs.fewest_stages_per_rank, most + 1):
             if microbatches_fit(schedule, pp, pp * stages, microbatches):
-                yield Pipeline(pp, schedule, stages)
+                found.append(Pipeline(pp, schedule, stages))
+    return tuple(found)
 
 
 def recompute_modes(pipeline: Pipeline) -> tuple[Recompute, ...]:

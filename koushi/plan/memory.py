@@ -126,26 +126,21 @@ def states(workload: Workload, stage: Stage) -> list[tuple[int, int]]:
         total = stage.units(mesh.degree("dp_shard") if stage.fsdp else 1).total
         shard = total.padded // (mesh.degree("dp_shard") if stage.fsdp else 1)
         return [(PARAMETERS, shard * stage.master), (OPTIMIZER, 2 * total.shard * stage.master)]
-    owners = mesh.degree("dp_replicate", "dp_shard") if system.sharding == "optimizer" else 1
+    owners = mesh.degree("dp_replicate", "dp_shard", "cp") if system.sharding == "optimizer" else 1
     copies = 3 if system.separate_masters else 2
     return [
         (PARAMETERS, stage.whole * (stage.compute if system.separate_masters else stage.master)),
-        (GRADIENTS, stage.whole * (stage.reduce + (stage.compute if _buckets(workload) else 0))),
+        (GRADIENTS, int(stage.whole * (stage.reduce + system.copies))),
         (OPTIMIZER, copies * -(-stage.whole * stage.master // owners)),
     ]
 
 
-def _buckets(workload: Workload) -> bool:
-    """Whether torch's DDP keeps buckets as large as all gradients (torch/nn/parallel/distributed.py)."""
-    return workload.system.ddp_buckets and workload.mesh.degree("dp_replicate", "dp_shard") > 1
-
-
 def _besides(workload: Workload, stages: Iterable[Alike]) -> int:
-    """Bytes of other systems' flat buffers."""
+    """Bytes of other systems' flat buffers, and what they hold throughout."""
     mesh, system = workload.mesh, workload.system
-    owners = mesh.degree("dp_replicate", "dp_shard") if system.sharding == "optimizer" else 1
+    owners = mesh.degree("dp_replicate", "dp_shard", "cp") if system.sharding == "optimizer" else 1
     updated = sum(one.count * one.stage.whole for one in stages) / owners
-    return int(updated * system.flat_update) + system.bucket_bytes
+    return int(updated * system.flat_update) + system.other_bytes
 
 
 def _batch(workload: Workload) -> int:

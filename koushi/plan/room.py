@@ -7,15 +7,15 @@ makes comes on top in ``koushi.plan.memory``, which has the exact figure. No tor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import mul
+from itertools import accumulate
 from typing import NamedTuple
 
 from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import fragmentation_bytes, runtime_bytes
-from koushi.plan.layouts import Pipeline, Split, layers_of, mesh_of
+from koushi.plan.layouts import Layout, Pipeline, Split, layers_of, mesh_of
 from koushi.plan.operations import Device
 from koushi.plan.pipelined import buffer_bytes, forward
 from koushi.plan.stages import stage_of
@@ -26,67 +26,45 @@ from koushi.schedules import SCHEDULES, stages_of_rank
 from koushi.traffic import DTYPE_BYTES
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What a rank has going on, by its stages."""
+class Moment(NamedTuple):
+    """How far a rank has come; forwards go through its stages in rounds, backwards through the stages in reverse."""
 
-    kept: tuple[int, ...]
-    """Microbatches kept for backward."""
-    halves: tuple[int, ...]
-    """Microbatches whose backward is half done: their blocks keep what they did."""
-    whole: tuple[bool, ...]
-    """Whether gradients are being added up."""
+    forwards: int
+    backwards: int
+    """Begun."""
+    freed: int
+    """Backwards that are done with their microbatch; fewer than have begun where backward is split."""
+
+
+def per_round(schedule: str, pp: int, per_rank: int, microbatches: int) -> int:
+    """Microbatches that go through one stage of a rank before the next stage has its turn."""
+    if per_rank == 1 or schedule == "LoopedBFS":
+        return microbatches
+    return microbatches // max(1, microbatches // pp)
 
 
 @cache
 def moments(schedule: str, pp: int, per_rank: int, microbatches: int, rank: int) -> tuple[Moment, ...]:
-    """Moments that ``rank`` goes through, or holds more at."""
-    if SCHEDULES[schedule].v_shaped:
-        return tuple(_v_shaped(schedule, pp, microbatches, rank))
+    """As the first backward begins, and as a later one does when every stage has had one; not of V schedules."""
+    every, each = per_rank * microbatches, per_round(schedule, pp, per_rank, microbatches)
     if schedule in ("GPipe", "LoopedBFS"):
-        last = (*(False,) * (per_rank - 1), True)
-        none = (0,) * per_rank
-        first = Moment((microbatches,) * per_rank, none, (False,) * per_rank)
-        if microbatches == 1:
-            return (first,)
-        return first, Moment((*(microbatches,) * (per_rank - 1), microbatches - 1), none, last)
-    return tuple(_in_rounds(schedule, pp, per_rank, microbatches, rank))
-
-
-def _in_rounds(schedule: str, pp: int, per_rank: int, microbatches: int, rank: int) -> Iterator[Moment]:
-    """1F1B, which is one stage in one round, and its interleaved forms."""
-    per_round = microbatches if per_rank == 1 else microbatches // max(1, microbatches // pp)
+        return tuple(Moment(every, done, done) for done in (0, 1) if done < every)
     ahead = pp - 1 - rank if schedule in ("1F1B", "InterleavedZeroBubble") else 2 * (pp - 1 - rank)
-    every = per_rank * microbatches
+    warmup = (per_rank - 1) * each + ahead
     behind = rank if SCHEDULES[schedule].splits_backward else 0
-    warmup = (per_rank - 1) * per_round + ahead if per_rank > 1 else ahead
-    begun = (per_rank - 1) * per_round + 1
-    for done in (0, begun):
-        if done >= every:
-            continue
-        forwards = _counts(min(warmup + 1 + done, every), per_rank, per_round)
-        backwards = tuple(reversed(_counts(done, per_rank, per_round)))
-        freed = tuple(reversed(_counts(max(0, done - behind), per_rank, per_round)))
-        # A stage whose last backward is done holds shards only.
-        whole = tuple(0 < count < microbatches and gone > 0 for count, gone in zip(backwards, freed, strict=True))
-        yield Moment(
-            tuple(made - gone for made, gone in zip(forwards, backwards, strict=True)),
-            tuple(half - gone for half, gone in zip(backwards, freed, strict=True)),
-            whole,
-        )
+    return tuple(
+        Moment(min(warmup + 1 + done, every), done, max(0, done - behind))
+        for done in (0, (per_rank - 1) * each + 1)
+        if done < every
+    )
 
 
-def _counts(actions: int, per_rank: int, per_round: int) -> tuple[int, ...]:
-    """How many of a rank's first ``actions`` each stage has, where rounds go through all stages in turn."""
-    rounds, left = divmod(actions, per_rank * per_round)
-    return tuple(rounds * per_round + min(per_round, max(0, left - index * per_round)) for index in range(per_rank))
-
-
-def _v_shaped(schedule: str, pp: int, microbatches: int, rank: int) -> Iterator[Moment]:
-    down, up = min(microbatches, 2 * pp - rank - 1), min(microbatches, rank + 1)
-    yield Moment((down, up), (0, 0), (False, False))
-    if microbatches > 2 * pp:
-        yield Moment((down, rank), (0, 0), (True, True))
+@cache
+def v_moments(pp: int, microbatches: int, rank: int) -> tuple[tuple[int, int, bool], ...]:
+    """Of a V schedule: microbatches kept on the way down, and up; whether both stages' gradients are being added up."""
+    down = min(microbatches, 2 * pp - rank - 1)
+    found = (down, min(microbatches, rank + 1), False)
+    return (found, (down, rank, True)) if microbatches > 2 * pp else (found,)
 
 
 @dataclass(frozen=True)
@@ -101,12 +79,35 @@ class _Kinds:
     """Of a microbatch's messages to come: of the first, a middle and the last stage."""
 
 
+class _Along(NamedTuple):
+    """Sizes of a rank's stages in the order in which they have their turns, with their sums so far."""
+
+    sizes: tuple[int, ...]
+    sums: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> _Along:
+        return cls(tuple(sizes), (0, *accumulate(sizes)))
+
+    def after(self, actions: int, each: int) -> int:
+        """The sizes of all actions so far, where a stage has ``each`` of them at a turn."""
+        rounds, left = divmod(actions, len(self.sizes) * each)
+        turns, rest = divmod(left, each)
+        partly = rest * self.sizes[turns] if rest else 0
+        return rounds * each * self.sums[-1] + each * self.sums[turns] + partly
+
+
 class _Sizes(NamedTuple):
     """What a rank's stages hold, in bytes; ``whole`` in elements."""
 
-    kept: list[int]
-    blocks: list[int]
-    whole: list[int]
+    down: _Along
+    """Kept of a microbatch, in the order of forward."""
+    up: _Along
+    """The same in the order of backward."""
+    blocks: _Along
+    """Of that what blocks keep."""
+    whole: _Along
+    """Parameters, in the order of backward."""
     states: float
     """Before data parallel cuts them."""
     always: float
@@ -124,7 +125,7 @@ class Room:
         self.device: Device = "cpu" if hardware.name == "cpu" else "gpu"
         self._kinds: dict[tuple[object, ...], _Kinds] = {}
         self._held: dict[tuple[int, int, int, bool, int], _Sizes] = {}
-        self._ranks: dict[tuple[Split, Recompute, Pipeline], tuple[tuple[float, float], ...]] = {}
+        self._ranks: dict[tuple[Split, Recompute, Pipeline, bool], tuple[tuple[float, float], ...]] = {}
         self._runtime: dict[tuple[bool, ...], int] = {}
         self._widths = tuple(DTYPE_BYTES[name] for name in (base.parameters, base.compute, base.reduce))
 
@@ -135,34 +136,51 @@ class Room:
         even = (block * self.base.model.n_layers + first + last) / split.pp
         return self._device(split, 3 * master * even / dp_shard)
 
-    def floor(self, split: Split, recompute: Recompute, pipeline: Pipeline, dp_shard: int) -> float:
+    def floor(self, split: Split, layout: Layout) -> float:
         """Bytes that the fullest rank's device has taken at least."""
-        key = (split, recompute, pipeline)
+        key = (split, layout.recompute, layout.pipeline, layout.reshard_after_forward)
         ranks = self._ranks.get(key)
         if ranks is None:
-            kinds = self._kinds_of(split, recompute)
-            some = sorted({0, 1, split.pp - 1}) if split.pp > 1 else []
-            found = [self._rank(split, kinds, pipeline, rank) for rank in some] or [self._alone(kinds)]
-            ranks = self._ranks[key] = tuple(dict.fromkeys(found))
-        return self._device(split, max(states / dp_shard + other for states, other in ranks))
+            kinds = self._kinds_of(split, layout.recompute)
+            if split.pp == 1:
+                ranks = (self._alone(split, kinds, layout.reshard_after_forward),)
+            else:
+                some = (1, 0) if split.pp == 2 else (1, 0, split.pp - 1)
+                ranks = tuple(dict.fromkeys(self._rank(split, kinds, layout.pipeline, rank) for rank in some))
+            self._ranks[key] = ranks
+        return self._device(split, max(states / layout.dp_shard + other for states, other in ranks))
 
-    def _alone(self, kinds: _Kinds) -> tuple[float, float]:
+    def _alone(self, split: Split, kinds: _Kinds, reshards: bool) -> tuple[float, float]:
         """As backward begins: states before data parallel cuts them, and what the whole model keeps of a microbatch."""
         layers, master = self.base.model.n_layers, self._widths[0]
         whole = kinds.whole[0] * layers + kinds.whole[1] + kinds.whole[3]
         kept = kinds.kept[0] * layers + kinds.kept[1] + kinds.kept[3] - kinds.kept[2]
-        return 3.0 * master * whole, float(max(0, kept))
+        unsharded = 0 if reshards or split.data_parallel == 1 else whole * self._widths[1]
+        return 3.0 * master * whole, float(unsharded + max(0, kept))
 
     def _rank(self, split: Split, kinds: _Kinds, pipeline: Pipeline, rank: int) -> tuple[float, float]:
         """States before data parallel cuts them, and what else a rank holds at its fullest moment."""
+        pp, per_rank, count = pipeline.pp, pipeline.stages_per_rank, split.microbatches
         v_shaped = SCHEDULES[pipeline.schedule].v_shaped
-        sizes = self._sizes(split, kinds, pipeline.pp, pipeline.stages_per_rank, v_shaped, rank)
+        sizes = self._sizes(split, kinds, pp, per_rank, v_shaped, rank)
         gradient = self._widths[2] if split.data_parallel > 1 else self._widths[0]
-        most = 0.0
-        for moment in moments(pipeline.schedule, pipeline.pp, pipeline.stages_per_rank, split.microbatches, rank):
-            there = sum(map(mul, moment.kept, sizes.kept)) + sum(map(mul, moment.halves, sizes.blocks))
-            most = max(most, there + gradient * sum(map(mul, moment.whole, sizes.whole)))
-        return sizes.states, sizes.always + sizes.buffers * split.microbatches + most
+        most = 0
+        if v_shaped:
+            for down, up, adding in v_moments(pp, count, rank):
+                there = down * sizes.down.sizes[0] + up * sizes.down.sizes[1]
+                most = max(most, there + (gradient * sizes.whole.sums[-1] if adding else 0))
+            return sizes.states, sizes.always + sizes.buffers * count + most
+        each = per_round(pipeline.schedule, pp, per_rank, count)
+        for forwards, backwards, freed in moments(pipeline.schedule, pp, per_rank, count, rank):
+            there = sizes.down.after(forwards, each) - sizes.up.after(backwards, each)
+            there += sizes.blocks.after(backwards, each) - sizes.blocks.after(freed, each)
+            if freed:
+                # A stage whose last backward is done holds shards only.
+                begun = min(per_rank, -(-freed // each))
+                done = backwards // each if each == count else 0
+                there += gradient * max(0, sizes.whole.sums[begun] - sizes.whole.sums[done])
+            most = max(most, there)
+        return sizes.states, sizes.always + sizes.buffers * count + most
 
     def _sizes(self, split: Split, kinds: _Kinds, pp: int, per_rank: int, v_shaped: bool, rank: int) -> _Sizes:
         key = (id(kinds), pp, per_rank, v_shaped, rank)
@@ -174,11 +192,13 @@ class Room:
             ends = [1 if stage == 0 else 3 if stage == n_stages - 1 else 2 for stage in held]
             whole = [kinds.whole[0] * count + kinds.whole[end] for count, end in zip(layers, ends, strict=True)]
             blocks = [kinds.kept[0] * count for count in layers]
+            kept = [block + kinds.kept[end] for block, end in zip(blocks, ends, strict=True)]
             gathered = sum(sorted(whole)[-MOST_UNSHARDED:]) if split.data_parallel > 1 else 0
             found = self._held[key] = _Sizes(
-                kept=[block + kinds.kept[end] for block, end in zip(blocks, ends, strict=True)],
-                blocks=blocks,
-                whole=whole,
+                down=_Along.of(kept),
+                up=_Along.of(kept[::-1]),
+                blocks=_Along.of(blocks[::-1]),
+                whole=_Along.of(whole[::-1]),
                 states=3.0 * self._widths[0] * sum(whole),
                 always=float(gathered * self._widths[1]),
                 buffers=sum(kinds.buffers[end - 1] for end in ends),

@@ -22,7 +22,7 @@ from koushi.schedules import rank_of_stage, stages_of_rank
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-_THREE: tuple[Kind, ...] = ("F", "I", "W")
+_PLACES = {kind: place for place, kind in enumerate(KINDS)}
 
 
 class Action(NamedTuple):
@@ -154,14 +154,14 @@ def _zbv(pp: int, stages: tuple[int, ...], microbatches: int, rank: int) -> Orde
         write.add("F", up)
         write.add("F", down)
     for _ in range(pp - rank):
-        for kind in _THREE:
+        for kind in ("F", "I", "W"):
             write.add(kind, up)
     for index in range(at_least - pp):
         if index < at_least - ahead - rank:
             write.add("F", down)
         write.add("I", down)
         write.add("W", down)
-        for kind in _THREE:
+        for kind in ("F", "I", "W"):
             write.add(kind, up)
     for _ in range(rank):
         write.add("I", down)
@@ -261,11 +261,13 @@ class Table:
 def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
     """The table of a schedule; a forward waits for the stage before, a backward for the stage after."""
     orders = actions(schedule, pp, n_stages, microbatches)
-    done: dict[tuple[bool, int, int], int] = {}
+    # By stage and microbatch: the forward or backward that has been put into the order, -1 for none yet.
+    down, up = [-1] * (n_stages * microbatches), [-1] * (n_stages * microbatches)
     ranks: list[int] = []
     costs: list[int] = []
     waits: list[int] = []
     heads = [0] * pp
+    work: list[Counter[int]] = [Counter() for _ in orders]
     left = sum(len(order) for order in orders)
     while left:
         before = left
@@ -273,25 +275,24 @@ def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
             head, end = heads[rank], len(order)
             while head < end:
                 kind, stage, microbatch = order[head]
-                forward = kind == "F"
-                source = stage - 1 if forward else stage + 1
                 wait = -1
-                if kind != "W" and 0 <= source < n_stages:
-                    found = done.get((forward, source, microbatch))
-                    if found is None:
-                        break
-                    if ranks[found] != rank:
-                        wait = found
                 if kind != "W":
-                    done[forward, stage, microbatch] = len(ranks)
+                    done, source = (down, stage - 1) if kind == "F" else (up, stage + 1)
+                    if 0 <= source < n_stages:
+                        found = done[source * microbatches + microbatch]
+                        if found < 0:
+                            break
+                        if ranks[found] != rank:
+                            wait = found
+                    done[stage * microbatches + microbatch] = len(ranks)
                 ranks.append(rank)
-                costs.append(stage * len(KINDS) + KINDS.index(kind))
+                costs.append(stage * len(KINDS) + _PLACES[kind])
                 waits.append(wait)
                 head += 1
+            work[rank].update(costs[len(costs) - (head - heads[rank]) :])
             left -= head - heads[rank]
             heads[rank] = head
         assert left < before, f"{schedule} over {pp} ranks with {microbatches} microbatches waits for itself"
-    work = (Counter(stage * len(KINDS) + KINDS.index(kind) for kind, stage, _ in order) for order in orders)
     leaves = tuple(_leaves(schedule, pp, n_stages, kind, stage) for stage in range(n_stages) for kind in KINDS)
     return Table(orders, tuple(ranks), tuple(costs), tuple(waits), tuple(tuple(each.items()) for each in work), leaves)
 

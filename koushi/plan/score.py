@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
 
 from koushi.hardware.hardware import Hardware
-from koushi.plan.edges import edges
+from koushi.plan.edges import OVERLAPPED, SLOWED, edges, gather_seconds
 from koushi.plan.layouts import Layout, Pipeline, Split, layers_of, mesh_of
-from koushi.plan.memory import every_rank
+from koushi.plan.memory import memory
 from koushi.plan.room import Room
 from koushi.plan.schedule import StageSeconds
+from koushi.plan.stage_time import pipeline as run_pipeline
 from koushi.plan.stage_time import send_seconds, stage_costs
 from koushi.plan.step_time import step_seconds, stragglers
-from koushi.plan.unshard import MOST_UNSHARDED
+from koushi.plan.unshard import MOST_UNSHARDED, unshards_of_rank
 from koushi.plan.workload import Recompute, Workload
-from koushi.schedules import SCHEDULES, stages_of_rank
+from koushi.schedules import SCHEDULES, rank_of_stage, stages_of_rank
 
 BELOW = 1 - 1e-9
 """Bounds are this much lower than they are computed, so that rounding never puts one above what it bounds."""
@@ -37,29 +41,57 @@ class Scored:
         return self.seconds, self.memory, self.layout
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """What the ranks of a pipeline do with one microbatch."""
+class _Seconds(NamedTuple):
+    """Of one microbatch: forward; the whole work; the part of backward that the stage before waits for."""
 
-    work: tuple[float, ...]
-    """Seconds of every rank."""
-    around: tuple[float, ...]
-    """Of every rank: seconds of other ranks that come before its first action or after its last, without messages."""
-    messages: int
-    """That each rank further down adds to that."""
-    through: float
-    """Seconds of one microbatch down all stages and up again, without messages."""
-    last: float
-    """Seconds of one microbatch on the last stage, which sees them one after the other."""
+    forward: float
+    work: float
+    up: float
+
+
+class _Stages(NamedTuple):
+    """Seconds of a stage with so many layers: those of each layer, and of the first and the last stage besides."""
+
+    layer: _Seconds
+    first: _Seconds
+    last: _Seconds
+
+
+class _Run(NamedTuple):
+    """Seconds of a simulated pipeline: all of it, and every rank's work."""
+
+    makespan: float
+    busy: tuple[float, ...]
+
+
+class _Shares(NamedTuple):
+    """How layers lie over the ranks of a pipeline."""
+
+    held: tuple[int, ...]
+    """Of every rank."""
+    before: tuple[int, ...]
+    """Of the stages that come before the first of every rank."""
+    end: int
+    """The rank of the last stage."""
+    last: int
+    """Layers of the last stage."""
     hops: int
-    """Messages on the way down and up."""
+    """Messages from the first stage to the last and back."""
+    longest: tuple[int, ...]
+    """Ranks among which is the one whose work and the way to it take longest, or one that is close to it."""
 
-    def makespan_floor(self, microbatches: int, send: float) -> float:
-        """Seconds that no run of the schedule can be below."""
-        most, away = self.through + (microbatches - 1) * self.last + self.hops * send, self.messages * send
-        for rank, (work, around) in enumerate(zip(self.work, self.around, strict=True)):
-            most = max(most, microbatches * work + around + rank * away)
-        return most
+
+@cache
+def shares(n_layers: int, pp: int, per_rank: int, v_shaped: bool) -> _Shares:
+    n_stages = pp * per_rank
+    layers = layers_of(n_layers, n_stages)
+    schedule = "ZBVZeroBubble" if v_shaped else "LoopedBFS"
+    held = tuple(sum(layers[stage] for stage in stages_of_rank(schedule, pp, n_stages, rank)) for rank in range(pp))
+    before = (0, *accumulate(layers[: pp - 1]))
+    hops = 2 * (n_stages - (2 if v_shaped else 1)) if pp > 1 else 0
+    fullest = pp - 1 - held[::-1].index(max(held))
+    longest = tuple({0, min(1, pp - 1), fullest, pp - 1})
+    return _Shares(held, before, rank_of_stage(schedule, pp, n_stages, n_stages - 1), layers[-1], hops, longest)
 
 
 class Costs:
@@ -70,14 +102,18 @@ class Costs:
         self.hardware = hardware
         self.capacity = hardware.chip.memory_bytes
         self.room = Room(base, hardware)
-        self._stages: dict[tuple[object, ...], tuple[StageSeconds, ...]] = {}
-        self._ranks: dict[tuple[object, ...], _Ranks] = {}
+        self._alone: dict[tuple[object, ...], StageSeconds] = {}
+        self._stages: dict[tuple[object, ...], _Stages] = {}
+        self._runs: dict[tuple[Split, Recompute, Pipeline], _Run] = {}
+        self._makespans: dict[tuple[Split, Recompute, Pipeline], float] = {}
         self._sends: dict[tuple[int, int, int], float] = {}
+        self._gathers: dict[tuple[int, int, int], tuple[float, float, float]] = {}
         self._edges: dict[tuple[object, ...], float] = {}
+        self._all_edges: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def split_floor(self, split: Split, recompute: Recompute) -> float:
         """No step of any pipeline is shorter than an even share of the work."""
-        (one,) = self._costs(split, Pipeline(), recompute)
+        one = self._whole(split, recompute)
         return self._step(split, split.microbatches * (one.forward + one.backward) / split.pp) * BELOW
 
     def pipeline_floor(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> float:
@@ -85,79 +121,198 @@ class Costs:
         return self._step(split, self._makespan_floor(split, recompute, pipeline)) * BELOW
 
     def layout_floor(self, split: Split, layout: Layout) -> float:
-        """All but the simulated pipeline is exact; without a pipeline nothing is left open."""
-        makespan = self._makespan_floor(split, layout.recompute, layout.pipeline)
-        every = self._every_edge(layout)
-        least = min(every)
+        """With what ranks do besides; which of them is the slowest is not known where backwards are split."""
         pipeline = layout.pipeline
-        if pipeline.stages_per_rank <= MOST_UNSHARDED and not _splits(pipeline):
-            # Which rank is the slowest is known: it depends neither on split backwards nor on gathers that repeat.
-            work = self._ranks_of(split, layout.recompute, pipeline).work
-            totals = [split.microbatches * one + edge for one, edge in zip(work, every, strict=True)]
-            least = every[totals.index(max(totals))]
+        makespan, every = self._makespan_floor(split, layout.recompute, pipeline), self._every_edge(layout)
+        if pipeline.stages_per_rank > MOST_UNSHARDED or splits_backward(pipeline):
+            return self._step(split, makespan + min(every)) * BELOW
+        work = [split.microbatches * one for one in self._work(split, layout.recompute, pipeline)]
+        totals = [one + edge for one, edge in zip(work, every, strict=True)]
+        highest = max(totals) * BELOW
+        least = min(edge for edge, total in zip(every, totals, strict=True) if total >= highest)
         return self._step(split, makespan + least) * BELOW
 
-    def seconds(self, layout: Layout) -> float:
+    def simulated_floor(self, split: Split, layout: Layout) -> float:
+        """All but gathers that repeat because many virtual stages take turns."""
+        run, every = self._run(split, layout.recompute, layout.pipeline), self._every_edge(layout)
+        if layout.pipeline.stages_per_rank > MOST_UNSHARDED:
+            return self._step(split, run.makespan + min(every)) * BELOW
+        return self._step(split, run.makespan + _of_slowest(run.busy, every)) * BELOW
+
+    def seconds(self, split: Split, layout: Layout) -> float:
         """Of a step, exactly."""
+        run, every = self._run(split, layout.recompute, layout.pipeline), self._every_edge(layout)
+        if layout.pipeline.stages_per_rank > MOST_UNSHARDED and layout.dp_shard > 1:
+            every = self._with_gathers(split, layout, every)
+        return self._step(split, run.makespan + _of_slowest(run.busy, every))
+
+    def _with_gathers(self, split: Split, layout: Layout, every: Sequence[float]) -> list[float]:
+        """Seconds of every rank besides its pipeline's actions, with gathers that repeat.
+
+        Where a stage's work hides them by far, they only slow it; such a rank need not be computed anew.
+        """
+        pipeline = layout.pipeline
+        n_stages = pipeline.pp * pipeline.stages_per_rank
+        layers = layers_of(self.base.model.n_layers, n_stages)
+        once = self._gathers_of(layout)
+        hiding = 0.5 * OVERLAPPED * split.microbatches * self._stages_of(split, layout.recompute, pipeline).layer.work
+        found = []
+        for rank, edge in enumerate(every):
+            again, hidden = 0.0, True
+            times = unshards_of_rank(pipeline.schedule, pipeline.pp, n_stages, split.microbatches, rank)
+            for stage, count in times.items():
+                end = once[0] if stage == 0 else once[2] if stage == n_stages - 1 else 0.0
+                later = (count - 1) * (layers[stage] * once[1] + end)
+                again += later
+                hidden = hidden and later <= hiding * layers[stage]
+            if not hidden:
+                edge, again = edges(layout.of(self.base), self.hardware, rank).seconds, 0.0
+            found.append(edge + SLOWED * again)
+        return found
+
+    def _gathers_of(self, layout: Layout) -> tuple[float, float, float]:
+        """Seconds of gathering what the first stage has besides blocks; a block; what the last stage has besides."""
+        key = (layout.tp, layout.dp_replicate, layout.dp_shard)
+        found = self._gathers.get(key)
+        if found is None:
+            mesh = mesh_of(3, layout.dp_replicate, layout.dp_shard, layout.tp)
+            workload = replace(layout.of(self.base), stage_layers=(1, 1, 1), mesh=mesh)
+            first, block, last = (gather_seconds(workload, self.hardware, stage) for stage in range(3))
+            found = self._gathers[key] = (first - block, block, last - block)
+        return found
+
+    def step_seconds(self, layout: Layout) -> float:
+        """The same, nothing remembered."""
         return step_seconds(layout.of(self.base), self.hardware)
 
-    def memory_floor(self, split: Split, recompute: Recompute, pipeline: Pipeline, dp_shard: int) -> float:
+    @property
+    def simulated(self) -> int:
+        """Pipelines run so far."""
+        return sum(1 for _, _, pipeline in self._runs if pipeline.pp > 1)
+
+    def memory_floor(self, split: Split, layout: Layout) -> float:
         """No rank's device reports less than this for the fullest."""
-        return self.room.floor(split, recompute, pipeline, dp_shard) * BELOW
+        return self.room.floor(split, layout) * BELOW
+
+    def memory_so_far(self, layout: Layout) -> Iterator[float]:
+        """Of the fullest rank among those looked at so far; the last is exact."""
+        workload, most = layout.of(self.base), 0.0
+        for rank in (*range(1, layout.pp), 0):
+            most = max(most, memory(workload, rank, self.hardware).device)
+            yield most
 
     def memory(self, layout: Layout) -> float:
         """Of the fullest rank, exactly."""
-        return max(one.device for one in every_rank(layout.of(self.base), self.hardware))
+        return max(self.memory_so_far(layout))
 
     def _step(self, split: Split, seconds: float) -> float:
         devices = split.tp * split.pp * split.data_parallel
         return (seconds + self.hardware.host.step_ms * 1e-3) * (1 + stragglers(self.hardware, devices))
 
-    def _costs(self, split: Split, pipeline: Pipeline, recompute: Recompute) -> tuple[StageSeconds, ...]:
-        """Of every stage; with DualPipeV without what its few split backwards recompute besides."""
-        n_stages = pipeline.pp * pipeline.stages_per_rank
-        kind = "1F1B" if pipeline.schedule == "DualPipeV" or not _splits(pipeline) else "ZBVZeroBubble"
-        several = split.microbatches > 1
-        key = (split.tp, n_stages, pipeline.pp > 1, split.microbatch_size, recompute, several, kind)
-        found = self._stages.get(key)
+    # Stages.
+
+    def _whole(self, split: Split, recompute: Recompute) -> StageSeconds:
+        """The whole model as one stage."""
+        key = (split.tp, split.microbatch_size, recompute)
+        found = self._alone.get(key)
         if found is None:
-            layers = layers_of(self.base.model.n_layers, n_stages)
-            found = self._stages[key] = self._computed(split, pipeline.pp > 1, recompute, layers, kind)
+            workload = self._like(split, recompute, (self.base.model.n_layers,), "1F1B", pp=1)
+            (found,) = stage_costs(workload, self.hardware)
+            self._alone[key] = found
         return found
 
-    def _computed(
-        self, split: Split, pipelined: bool, recompute: Recompute, layers: tuple[int, ...], schedule: str
-    ) -> tuple[StageSeconds, ...]:
-        """Stages between the ends differ by a layer at most, so that one of each kind is enough."""
-        middle = sorted(set(layers[1:-1]))
-        few = layers if len(layers) < 4 else (layers[0], middle[0], middle[-1], layers[-1])
-        ranks = len(few) if schedule == "1F1B" else len(few) // 2
-        workload = replace(
+    def _like(self, split: Split, recompute: Recompute, layers: tuple[int, ...], schedule: str, pp: int) -> Workload:
+        return replace(
             self.base,
-            mesh=mesh_of(ranks if pipelined else 1, 1, split.data_parallel, split.tp),
-            stage_layers=few,
+            mesh=mesh_of(pp, 1, split.data_parallel, split.tp),
+            stage_layers=layers,
             schedule=schedule,
             microbatch_size=split.microbatch_size,
             microbatches=min(split.microbatches, 2),
             recompute=recompute,
         )
-        costs = stage_costs(workload, self.hardware)
-        if few is layers:
-            return costs
-        by_layers = {middle[0]: costs[1], middle[-1]: costs[2]}
-        return (costs[0], *(by_layers[count] for count in layers[1:-1]), costs[-1])
+
+    def _stages_of(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> _Stages:
+        """Of a pipeline's stages; with DualPipeV without what its few split backwards recompute besides.
+
+        A stage takes the longer of device and host, each a sum over its layers, so that what an end adds is the
+        least where there are most layers.
+        """
+        divided, mixed = splits_backward(pipeline), pipeline.schedule == "DualPipeV"
+        key = (split.tp, split.microbatch_size, recompute, split.microbatches > 1, divided, mixed)
+        found = self._stages.get(key)
+        if found is None:
+            schedule, pp = ("ZBVZeroBubble", 2) if divided and not mixed else ("1F1B", 4)
+            many = self.base.model.n_layers
+            costs = stage_costs(self._like(split, recompute, (many, 1, 1, many), schedule, pp), self.hardware)
+            first, layer, _, last = (seconds_of(cost, divided, mixed) for cost in costs)
+            found = self._stages[key] = _Stages(layer, _beyond(first, layer, many), _beyond(last, layer, many))
+        return found
+
+    def _work(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> list[float]:
+        """Seconds of every rank for one microbatch."""
+        if pipeline.pp == 1:
+            one = self._whole(split, recompute)
+            return [one.forward + one.backward]
+        stages, over = self._stages_of(split, recompute, pipeline), self._shares(pipeline)
+        layer = stages.layer.work
+        work = [layers * layer for layers in over.held]
+        work[0] += stages.first.work
+        work[over.end] += stages.last.work
+        return work
+
+    def _shares(self, pipeline: Pipeline) -> _Shares:
+        v_shaped = SCHEDULES[pipeline.schedule].v_shaped
+        return shares(self.base.model.n_layers, pipeline.pp, pipeline.stages_per_rank, v_shaped)
 
     def _makespan_floor(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> float:
-        ranks = self._ranks_of(split, recompute, pipeline)
-        return ranks.makespan_floor(split.microbatches, self._send(split) if pipeline.pp > 1 else 0.0)
+        """Seconds that no run of the schedule can be below.
 
-    def _ranks_of(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> _Ranks:
-        costs = self._costs(split, pipeline, recompute)
-        mixed = pipeline.schedule == "DualPipeV"
-        key = (id(costs), pipeline.pp, SCHEDULES[pipeline.schedule].v_shaped, _splits(pipeline), mixed)
-        found = self._ranks.get(key)
+        A rank cannot begin before its first stage's input has come down to it. Where backward is whole, the last
+        thing that it does is followed by the backwards of all stages before. The last stage has to see every
+        microbatch between the first one's way down and the last one's way up.
+        """
+        key = (split, recompute, pipeline)
+        found = self._makespans.get(key)
         if found is None:
-            found = self._ranks[key] = ranks_of(pipeline, costs)
+            if pipeline.pp == 1:
+                one = self._whole(split, recompute)
+                found = split.microbatches * (one.forward + one.backward)
+            else:
+                found = self._pipelined_floor(split, recompute, pipeline)
+            self._makespans[key] = found
+        return found
+
+    def _pipelined_floor(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> float:
+        over, send = self._shares(pipeline), self._send(split)
+        layer, first, last = self._stages_of(split, recompute, pipeline)
+        many, count = self.base.model.n_layers, split.microbatches
+        through = many * (layer.forward + layer.up) + first.forward + first.up + last.forward + last.up
+        ending = over.last * (layer.forward + layer.up) + last.forward + last.up
+        most = through + (count - 1) * ending + over.hops * send
+        both = 0.0 if splits_backward(pipeline) else 1.0
+        each, away = layer.forward + both * layer.up, (1 + both) * send
+        beginning = first.forward + both * first.up
+        for rank in over.longest:
+            work = over.held[rank] * layer.work + (first.work if rank == 0 else 0.0)
+            work += last.work if rank == over.end else 0.0
+            around = over.before[rank] * each + beginning + rank * away if rank else 0.0
+            most = max(most, count * work + around)
+        return most
+
+    def _run(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> _Run:
+        """The simulated pipeline, which is the same however data parallel shards."""
+        key = (split, recompute, pipeline)
+        found = self._runs.get(key)
+        if found is None:
+            if pipeline.pp == 1:
+                makespan = self._makespan_floor(split, recompute, pipeline)
+                found = _Run(makespan, (makespan,))
+            else:
+                layout = Layout(split.tp, pipeline, 1, split.data_parallel, split.microbatch_size, recompute, False)
+                timeline = run_pipeline(layout.of(self.base), self.hardware)
+                found = _Run(timeline.makespan, timeline.busy)
+            self._runs[key] = found
         return found
 
     def _send(self, split: Split) -> float:
@@ -169,20 +324,30 @@ class Costs:
             found = self._sends[key] = send_seconds(workload, self.hardware)
         return found
 
-    def _every_edge(self, layout: Layout) -> list[float]:
+    # What ranks do besides.
+
+    def _every_edge(self, layout: Layout) -> Sequence[float]:
         """Seconds of every rank besides its pipeline's actions, as if each stage were gathered once."""
         pipeline = layout.pipeline
-        layers = layers_of(self.base.model.n_layers, pipeline.pp * pipeline.stages_per_rank)
-        if pipeline.stages_per_rank > MOST_UNSHARDED:
-            layers = tuple(sum(layers[rank :: pipeline.pp]) for rank in range(pipeline.pp))
-            layout = replace(layout, pipeline=Pipeline(pipeline.pp))
-        return [self._edge(layout, layers, rank) for rank in range(pipeline.pp)]
+        if pipeline.pp == 1:
+            return (self._edge(layout, (self.base.model.n_layers,), 0),)
+        v_shaped = SCHEDULES[pipeline.schedule].v_shaped
+        key = (layout.tp, layout.dp_replicate, layout.dp_shard, pipeline.pp, pipeline.stages_per_rank, v_shaped)
+        found = self._all_edges.get(key)
+        if found is None:
+            layers = layers_of(self.base.model.n_layers, pipeline.pp * pipeline.stages_per_rank)
+            if not v_shaped:
+                # A rank's stages cost together what one stage with all their layers does.
+                layers, layout = self._shares(pipeline).held, replace(layout, pipeline=Pipeline(pipeline.pp))
+            found = self._all_edges[key] = tuple(self._edge(layout, layers, rank) for rank in range(pipeline.pp))
+        return found
 
     def _edge(self, layout: Layout, layers: tuple[int, ...], rank: int) -> float:
         pp = layout.pp
-        held = stages_of_rank(layout.pipeline.schedule, pp, len(layers), rank) if pp > 1 else (0,)
-        kind = tuple((layers[stage], stage == 0, stage == len(layers) - 1) for stage in held)
-        key: tuple[object, ...] = (layout.tp, pp, layout.dp_replicate, layout.dp_shard, kind)
+        two = len(layers) > pp
+        held = (layers[rank], layers[-1 - rank]) if two else (layers[rank],)
+        first, last = rank == 0, rank == (0 if two else pp - 1)
+        key: tuple[object, ...] = (layout.tp, pp, layout.dp_replicate, layout.dp_shard, held, first, last)
         if pp == 1:
             key = (*key, layout.microbatch_size, layout.recompute, layout.reshard_after_forward)
         found = self._edges.get(key)
@@ -192,31 +357,22 @@ class Costs:
         return found
 
 
-def _splits(pipeline: Pipeline) -> bool:
+def _of_slowest(busy: Sequence[float], every: Sequence[float]) -> float:
+    """What the rank does besides whose work and edges take longest together; the first of several."""
+    totals = [work + edge for work, edge in zip(busy, every, strict=True)]
+    return every[totals.index(max(totals))]
+
+
+def splits_backward(pipeline: Pipeline) -> bool:
     return pipeline.pp > 1 and SCHEDULES[pipeline.schedule].splits_backward
 
 
-def ranks_of(pipeline: Pipeline, costs: Sequence[StageSeconds]) -> _Ranks:
-    """A rank cannot begin before its first stage's input has come down to it. Where backward is whole, the last
-    thing that it does is followed by the backwards of all stages before. The last stage has to see every
-    microbatch between the first one's way down and the last one's way up."""
-    divided, pp = _splits(pipeline), pipeline.pp
-    v_shaped = pp > 1 and SCHEDULES[pipeline.schedule].v_shaped
-    mixed = pipeline.schedule == "DualPipeV"
-    split = [one.inputs + one.weights for one in costs]
-    whole = [one.backward for one in costs]
-    backward = [min(pair) for pair in zip(split, whole, strict=True)] if mixed else split if divided else whole
-    work = [one.forward + seconds for one, seconds in zip(costs, backward, strict=True)]
-    up = [one.inputs for one in costs] if divided else whole
-    around, so_far = [], 0.0
-    for rank in range(pp):
-        around.append(so_far)
-        so_far += costs[rank].forward + (0.0 if divided else up[rank])
-    if v_shaped:
-        each = [work[rank] + work[-1 - rank] for rank in range(pp)]
-    else:
-        each = [sum(work[rank::pp]) for rank in range(pp)]
-    through = sum(one.forward for one in costs) + sum(up)
-    hops = 2 * (len(costs) - (2 if v_shaped else 1)) if pp > 1 else 0
-    last = costs[-1].forward + up[-1]
-    return _Ranks(tuple(each), tuple(around), 1 if divided else 2, through, last, hops)
+def seconds_of(cost: StageSeconds, divided: bool, mixed: bool) -> _Seconds:
+    """``mixed``: backward is split for some microbatches only."""
+    split = cost.inputs + cost.weights
+    backward = min(split, cost.backward) if mixed else split if divided else cost.backward
+    return _Seconds(cost.forward, cost.forward + backward, cost.inputs if divided else cost.backward)
+
+
+def _beyond(end: _Seconds, layer: _Seconds, layers: int) -> _Seconds:
+    return _Seconds(*(whole - layers * each for whole, each in zip(end, layer, strict=True)))

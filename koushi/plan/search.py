@@ -7,14 +7,16 @@ smaller than all that is faster is never opened, so that nothing is lost (``test
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 
 from koushi.hardware.hardware import Hardware
 from koushi.plan.layouts import (
+    MODES,
     Layout,
     Pipeline,
     Question,
@@ -28,14 +30,16 @@ from koushi.plan.layouts import (
 from koushi.plan.score import Costs, Scored
 from koushi.plan.workload import Recompute, Workload
 
-BEST = 6
-"""Meshes that are ranked."""
+BEST = 5
+"""Pairs of tp and pp that are ranked."""
 SLOWEST = 1.25
 """Of the front: how many times as long as the fastest a step may take."""
 MISSES = 3
 """Layouts shown that would be faster but do not fit."""
+_REMEMBERED = 24
 
-Mesh = tuple[int, int, int, int]
+Degrees = tuple[int, int]
+"""tp and pp."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +47,41 @@ class SearchResult:
     """What a search has found; empty where nothing fits."""
 
     best: tuple[Scored, ...]
-    """The fastest layout of every mesh, fastest first, up to ``BEST``."""
+    """The fastest layout of every pair of tp and pp, fastest first, up to ``BEST``."""
     front: tuple[Scored, ...]
     """Layouts that no other beats in both memory and speed, fastest first, up to ``SLOWEST`` times the fastest."""
     misses: tuple[Scored, ...]
-    """Faster than the best, but too large: the smallest of them."""
+    """Faster than the best, but too large: of those that came up, the smallest."""
     legal: int
     """Layouts considered."""
     judged: int
-    """Layouts whose pipeline was simulated."""
+    """Pipelines simulated; layouts that only differ in how data parallel shards share one."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Layouts that share a division of devices, recompute, and, once opened, a pipeline."""
+    """Layouts that share a division of devices and recompute."""
 
     split: Split
     recompute: Recompute
-    pipeline: Pipeline | None
+
+
+@dataclass(frozen=True)
+class _Piped(_Group):
+    """That share a pipeline as well."""
+
+    pipeline: Pipeline
+
+
+@dataclass(frozen=True)
+class _One(_Group):
+    """A single layout."""
+
+    layout: Layout
+    memory: float
+    """A bound."""
+    simulated: bool
+    """Whether all is known but gathers that repeat."""
 
 
 def search(question: Question, base: Workload, hardware: Hardware) -> SearchResult:
@@ -75,82 +96,86 @@ class _Search:
         self.question = question
         self.costs = Costs(base, hardware)
         self.found = _Found()
-        self.judged = 0
         self._order = count()
-        self._heap: list[tuple[float, int, _Group | tuple[Split, Layout]]] = []
+        self._heap: list[tuple[float, int, _Group]] = []
 
     def run(self) -> SearchResult:
+        costs = self.costs
         for split in splits(self.question):
-            for recompute in ("none", "selective", "full"):
-                if self.costs.room.split_floor(split, recompute, split.data_parallel) <= self.costs.capacity:
-                    self._push(self.costs.split_floor(split, recompute), _Group(split, recompute, None))
+            for recompute in MODES:
+                if costs.room.split_floor(split, recompute, split.data_parallel) <= costs.capacity:
+                    self._push(costs.split_floor(split, recompute), _Group(split, recompute))
         while self._heap:
             floor, _, item = heappop(self._heap)
             if floor > self.found.slowest_wanted:
                 break
-            if isinstance(item, tuple):
-                self._judge(*item, floor)
-            elif item.pipeline is None:
-                self._open(item)
+            if isinstance(item, _One):
+                self._judge(item, floor)
+            elif isinstance(item, _Piped):
+                self._spread(item, floor)
             else:
-                self._spread(item, item.pipeline)
-        return self.found.result(legal_count(self.question), self.judged)
+                self._open(item)
+        misses = self.found.misses(costs)
+        return self.found.result(misses, legal_count(self.question), costs.simulated)
 
-    def _push(self, floor: float, item: _Group | tuple[Split, Layout]) -> None:
-        heappush(self._heap, (floor, next(self._order), item))
+    def _push(self, floor: float, item: _Group) -> None:
+        if floor <= self.found.slowest_wanted:
+            heappush(self._heap, (floor, next(self._order), item))
 
     def _open(self, group: _Group) -> None:
         split = group.split
         for pipeline in pipelines(self.question, split.pp, split.microbatches):
             if group.recompute in recompute_modes(pipeline):
-                floor = self.costs.pipeline_floor(split, group.recompute, pipeline)
-                if floor > self.found.slowest_wanted:
-                    continue
-                memory = self.costs.memory_floor(split, group.recompute, pipeline, split.data_parallel)
-                if memory <= self.costs.capacity:
-                    self._push(floor, _Group(split, group.recompute, pipeline))
+                piped = _Piped(split, group.recompute, pipeline)
+                self._push(self.costs.pipeline_floor(split, group.recompute, pipeline), piped)
 
-    def _spread(self, group: _Group, pipeline: Pipeline) -> None:
+    def _spread(self, group: _Piped, group_floor: float) -> None:
         """Over the ways in which data parallel shards."""
-        split = group.split
-        for layout in spread(split, group.recompute, pipeline):
-            memory = self.costs.memory_floor(split, group.recompute, pipeline, layout.dp_shard)
+        split, recompute, pipeline = group.split, group.recompute, group.pipeline
+        for layout in spread(split, recompute, pipeline):
+            memory = self.costs.memory_floor(split, layout)
             if memory > self.costs.capacity:
-                continue
-            floor = self.costs.layout_floor(split, layout)
-            if floor <= self.found.slowest_wanted and not self.found.is_beaten(floor, memory, layout):
-                self._push(floor, (split, layout))
+                self.found.miss(memory, group_floor, layout)
+                if not layout.reshard_after_forward:
+                    return  # fewer shards are larger still, and gathered parameters that stay come last
+            elif not self.found.is_beaten(group_floor, memory, layout):
+                floor = self.costs.layout_floor(split, layout)
+                if not self.found.is_beaten(floor, memory, layout):
+                    self._push(floor, _One(split, recompute, layout, memory, simulated=pipeline.pp == 1))
 
-    def _judge(self, split: Split, layout: Layout, floor: float) -> None:
-        """In the order of what each step costs: memory's bound, the simulated pipeline, memory itself."""
-        least = self.costs.memory_floor(split, layout.recompute, layout.pipeline, layout.dp_shard)
-        if self.found.is_beaten(floor, least, layout):
+    def _judge(self, one: _One, floor: float) -> None:
+        """In the order of what each step costs; memory's bound gets closer with every rank."""
+        costs, layout = self.costs, one.layout
+        if self.found.is_beaten(floor, one.memory, layout):
             return
-        self.judged += 1
-        seconds = self.costs.seconds(layout)
-        if self.found.is_beaten(seconds, least, layout):
+        if not one.simulated:
+            self._push(costs.simulated_floor(one.split, layout), replace(one, simulated=True))
             return
-        memory = self.costs.memory(layout)
-        if memory > self.costs.capacity:
-            self.found.too_large.append(Scored(layout, seconds, memory))
-        else:
-            self.found.add(Scored(layout, seconds, memory))
+        seconds = costs.seconds(one.split, layout)
+        for memory in costs.memory_so_far(layout):
+            if memory > costs.capacity:
+                self.found.miss(memory, floor, layout)
+                return
+            if self.found.is_beaten(seconds, max(one.memory, memory), layout):
+                return
+        self.found.add(Scored(layout, seconds, memory))
 
 
 class _Found:
     """What has been judged so far and fits."""
 
     def __init__(self) -> None:
-        self.fastest: dict[Mesh, Scored] = {}
+        self.fastest: dict[Degrees, Scored] = {}
         self.front: list[Scored] = []
         """By seconds; memory falls along it."""
-        self.too_large: list[Scored] = []
-        self.slowest_wanted = float("inf")
+        self.too_large: list[tuple[float, float, Layout]] = []
+        """The smallest by a bound of their memory, with a bound of their seconds."""
+        self.slowest_wanted = inf
         """Seconds beyond which nothing is of interest."""
 
     def is_beaten(self, floor: float, memory: float, layout: Layout) -> bool:
         """Whether a layout of this memory that takes at least ``floor`` can change nothing."""
-        before = self.fastest.get(mesh_of(layout))
+        before = self.fastest.get(degrees_of(layout))
         if before is None and floor <= self._last_ranked():
             return False
         if before is not None and floor <= before.seconds and floor <= self._last_ranked():
@@ -159,10 +184,10 @@ class _Found:
         return place > 0 and self.front[place - 1].memory <= memory
 
     def add(self, scored: Scored) -> None:
-        mesh = mesh_of(scored.layout)
-        before = self.fastest.get(mesh)
+        degrees = degrees_of(scored.layout)
+        before = self.fastest.get(degrees)
         if before is None or scored.rank < before.rank:
-            self.fastest[mesh] = scored
+            self.fastest[degrees] = scored
         if not any(one.seconds <= scored.seconds and one.memory <= scored.memory for one in self.front):
             kept = [one for one in self.front if one.seconds < scored.seconds or one.memory < scored.memory]
             self.front = sorted([*kept, scored], key=lambda one: one.rank)
@@ -170,28 +195,38 @@ class _Found:
 
     def _last_ranked(self) -> float:
         if len(self.fastest) < BEST:
-            return float("inf")
+            return inf
         return sorted(one.seconds for one in self.fastest.values())[BEST - 1]
 
-    def result(self, legal: int, judged: int) -> SearchResult:
+    def miss(self, memory: float, floor: float, layout: Layout) -> None:
+        """Keep in mind a layout that is too large."""
+        if len(self.too_large) < _REMEMBERED or memory < self.too_large[-1][0]:
+            insort(self.too_large, (memory, floor, layout))
+            del self.too_large[_REMEMBERED:]
+
+    def misses(self, costs: Costs) -> tuple[Scored, ...]:
+        """The smallest of those kept in mind that are faster than the fastest that fits."""
+        fastest = self.front[0].seconds if self.front else inf
+        wanted = [layout for _, floor, layout in self.too_large if floor < fastest][: 2 * MISSES]
+        judged = [Scored(layout, costs.step_seconds(layout), costs.memory(layout)) for layout in wanted]
+        faster = (one for one in judged if one.seconds < fastest)
+        return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])
+
+    def result(self, misses: tuple[Scored, ...], legal: int, judged: int) -> SearchResult:
         best = tuple(sorted(self.fastest.values(), key=lambda one: one.rank)[:BEST])
         limit = SLOWEST * best[0].seconds if best else 0.0
         front = tuple(one for one in self.front if one.seconds <= limit)
-        return SearchResult(best, front, self._misses(best), legal, judged)
-
-    def _misses(self, best: tuple[Scored, ...]) -> tuple[Scored, ...]:
-        faster = [one for one in self.too_large if not best or one.seconds < best[0].seconds]
-        return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])
+        return SearchResult(best, front, misses, legal, judged)
 
 
-def mesh_of(layout: Layout) -> Mesh:
-    return (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+def degrees_of(layout: Layout) -> Degrees:
+    return (layout.tp, layout.pp)
 
 
 def spread(split: Split, recompute: Recompute, pipeline: Pipeline) -> Iterator[Layout]:
-    """Every way for data parallel to shard and to replicate."""
-    for shard in divisors(split.data_parallel):
-        for reshard in reshard_choices(split):
+    """Every way for data parallel to shard and to replicate, most shards first."""
+    for reshard in reshard_choices(split):
+        for shard in reversed(divisors(split.data_parallel)):
             replicas = split.data_parallel // shard
             yield Layout(split.tp, pipeline, replicas, shard, split.microbatch_size, recompute, reshard)
 

@@ -17,12 +17,13 @@ _TOLD = 0.003
 
 def search_text(question: Question, result: SearchResult, plans: Mapping[Layout, Plan], own: Plan | None) -> str:
     """The ranking, the front, what is too large, and where the run file's own layout stands."""
-    head = f"{result.legal:,} legal layouts of {counted(question.devices, 'device')}, {result.judged} simulated"
+    devices = counted(question.devices, "device")
+    head = f"{result.legal:,} legal layouts of {devices}, {counted(result.judged, 'pipeline')} simulated"
     if not result.best:
         return "\n".join([f"{head}; none fits", *_too_large(result, plans)])
     winner = plans[result.best[0].layout]
     lines = [
-        f"{head}; the fastest of each mesh",
+        f"{head}; the fastest of each tp and pp",
         *_table(result.best, [_lost(plans[one.layout], winner) for one in result.best]),
         "",
         f"smaller or faster than every other, up to {SLOWEST - 1:.0%} slower than the fastest",

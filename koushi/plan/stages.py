@@ -61,6 +61,7 @@ def _common(workload: Workload, device: Device) -> StageShape:
         system.loss_parallel,
         system.loss_chunks,
         system.distributed_loss,
+        system.compiled_loss,
     )
     return StageShape(
         ends=ends,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from itertools import groupby
 
 from koushi.plan.schedule import actions
 from koushi.plan.workload import Workload
-from koushi.schedules import SCHEDULES, rank_of_stage
+from koushi.schedules import SCHEDULES, rank_of_stage, stages_of_rank
 
 MOST_UNSHARDED = 3
 """Stages of a rank that torch's runtime keeps gathered at once: ``_add_unshard_reshard`` in
@@ -21,14 +22,16 @@ def unshards_of_rank(schedule: str, pp: int, n_stages: int, microbatches: int, c
     Before every action the runtime looks ahead for the next stages to come, gathers those that are not there
     and frees the others.
     """
-    stages = [action.stage for action in actions(schedule, pp, n_stages, microbatches)[coordinate]]
-    if SCHEDULES[schedule].most_stages_per_rank == 1 or len(set(stages)) <= MOST_UNSHARDED:
-        return Counter(set(stages))
+    held = stages_of_rank(schedule, pp, n_stages, coordinate)
+    if len(held) <= MOST_UNSHARDED:
+        return Counter(held)
+    order = actions(schedule, pp, n_stages, microbatches)[coordinate]
+    stages = [stage for stage, _ in groupby(action.stage for action in order)]
     coming: list[tuple[int, ...]] = []
-    order: list[int] = []
+    ahead: list[int] = []
     for stage in reversed(stages):
-        order = [stage, *(other for other in order if other != stage)]
-        coming.append(tuple(order[:MOST_UNSHARDED]))
+        ahead = [stage, *(other for other in ahead if other != stage)]
+        coming.append(tuple(ahead[:MOST_UNSHARDED]))
     gathered: Counter[int] = Counter()
     there: set[int] = set()
     for wanted in reversed(coming):

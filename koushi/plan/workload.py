@@ -94,13 +94,13 @@ class System:
     stops_early: bool = True
     """Whether full recompute ends with the last tensor that backward needs, as torch's without reentry does; else a
     block's whole forward is done again, with its last matmul and collective."""
-    ddp_buckets: bool = False
-    """Whether torch's DistributedDataParallel keeps buckets for all gradients, in the compute dtype, besides; where
-    data parallel is above 1."""
+    copies: float = 0.0
+    """Bytes per parameter of a rank that are held besides: the buckets of torch's DistributedDataParallel, gradients
+    zeroed and not freed, parameters from before they were laid out flat."""
     own_streams: bool = True
     """Whether FSDP's collectives allocate on streams of their own, as ``fully_shard``'s do; traced ones don't."""
-    bucket_bytes: int = 0
-    """Buffers that collectives of gradients and parameters go through, made once."""
+    other_bytes: int = 0
+    """What a GPU holds throughout besides: buckets that collectives go through, kernels loaded ahead of use."""
     flat_update: float = 0.0
     """Bytes per updated parameter that the update lays out in flat buffers, too large for what activations left
     behind: DeepSpeed's gradients in float32 and flattened."""
@@ -114,6 +114,8 @@ class System:
     """What the host issues for one block's forward, and as much again for its backward; 0: as Koushi does."""
     distributed_loss: bool = False
     """Whether the loss of logits cut along the vocabulary is torch's ``loss_parallel``, which makes two more arrays."""
+    compiled_loss: bool = False
+    """Whether a compiler makes one kernel of the loss, which reads the logits and writes their gradient."""
     loss_chunks: int = 1
     """Pieces of the sequence that logits and loss are computed in, one after the other."""
 
