@@ -22,6 +22,7 @@ from koushi.schedules import rank_of_stage, stages_of_rank
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+_THREE: tuple[Kind, ...] = ("F", "I", "W")
 _PLACES = {kind: place for place, kind in enumerate(KINDS)}
 
 
@@ -154,14 +155,14 @@ def _zbv(pp: int, stages: tuple[int, ...], microbatches: int, rank: int) -> Orde
         write.add("F", up)
         write.add("F", down)
     for _ in range(pp - rank):
-        for kind in ("F", "I", "W"):
+        for kind in _THREE:
             write.add(kind, up)
     for index in range(at_least - pp):
         if index < at_least - ahead - rank:
             write.add("F", down)
         write.add("I", down)
         write.add("W", down)
-        for kind in ("F", "I", "W"):
+        for kind in _THREE:
             write.add(kind, up)
     for _ in range(rank):
         write.add("I", down)
