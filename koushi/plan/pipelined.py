@@ -139,14 +139,14 @@ def reduction(stage: Stage, shards: int, replicas: int) -> Span:
     sharded = Sharded(account, stage, shards, replicas)
     units, width = sharded.units, stage.reduce
     sharded.reduce(units.root, width)
-    if units.embedding is not None:
-        sharded.reduce(units.embedding, width)
     for times in (1, units.blocks - 1):
         one = Account(account.where)
         around = sharded.again(one)
         around.reduce(units.block, width)
         if times > 0:
             sharded.then(around, one.close(), times)
+    if units.embedding is not None:  # a part of the model gets it after its blocks
+        sharded.reduce(units.embedding, width)
     sharded.end_backward()
     return account.close()
 
