@@ -43,9 +43,7 @@ def situations(
     schedule: str, pp: int, n_stages: int, microbatches: int, most_sent: int, kinds: tuple[int, ...]
 ) -> tuple[tuple[Situation, ...], ...]:
     """Of every pipeline coordinate, those of a step that no other outdoes."""
-    return tuple(
-        situations_of_rank(schedule, pp, n_stages, microbatches, rank, most_sent, kinds) for rank in range(pp)
-    )
+    return tuple(situations_of_rank(schedule, pp, n_stages, microbatches, rank, most_sent, kinds) for rank in range(pp))
 
 
 @lru_cache(maxsize=16384)
