@@ -16,7 +16,7 @@ from operator import mul
 from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input
 from koushi.plan.operations import Device
 from koushi.plan.sharded import Sharded
-from koushi.plan.situations import Situation, situations
+from koushi.plan.situations import Situation, situations_of_rank
 from koushi.plan.spans import (
     ACTIVATIONS,
     GRADIENTS,
@@ -139,14 +139,14 @@ def reduction(stage: Stage, shards: int, replicas: int) -> Span:
     sharded = Sharded(account, stage, shards, replicas)
     units, width = sharded.units, stage.reduce
     sharded.reduce(units.root, width)
-    if units.embedding is not None:
-        sharded.reduce(units.embedding, width)
     for times in (1, units.blocks - 1):
         one = Account(account.where)
         around = sharded.again(one)
         around.reduce(units.block, width)
         if times > 0:
             sharded.then(around, one.close(), times)
+    if units.embedding is not None:  # a part of the model gets it after its blocks
+        sharded.reduce(units.embedding, width)
     sharded.end_backward()
     return account.close()
 
@@ -227,7 +227,7 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
     }
     rank = _Rank(held, {one.kind: one.count for one in stages}, max(kinds) + 1)
     shape = (workload.schedule, mesh.degree("pp"), len(workload.stage_layers), workload.microbatches)
-    found = situations(*shape, most_sent, kinds)[pp]
+    found = situations_of_rank(*shape, pp, most_sent, kinds)
     return rank.fullest(found, sum(one.count * buffer_bytes(workload, one.stage) for one in stages))
 
 
@@ -325,11 +325,13 @@ class _Rank:
 
     def _gathering(self) -> int:
         """Bytes of the buffers that the largest units are gathered in, one after the other."""
-        return max(
+        sizes = (
             2 * unit.padded * one.stage.compute if one.stage.fsdp and one.shards > 1 else 0
             for one in self.held.values()
             for unit, _ in one.stage.units(one.shards).all
         )
+        # A stage may hold nothing at all.
+        return max(sizes, default=0)
 
 
 def _dot(counts: tuple[int, ...], sizes: list[int]) -> int:

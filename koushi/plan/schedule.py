@@ -22,7 +22,6 @@ from koushi.schedules import rank_of_stage, stages_of_rank
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-_THREE: tuple[Kind, ...] = ("F", "I", "W")
 _PLACES = {kind: place for place, kind in enumerate(KINDS)}
 
 
@@ -144,6 +143,9 @@ class _Writer:
             self.order.append(Action("W", *self._pending.pop(0)))
 
 
+_SPLIT: tuple[Kind, ...] = ("F", "I", "W")
+
+
 def _zbv(pp: int, stages: tuple[int, ...], microbatches: int, rank: int) -> Order:
     down, up = stages
     at_least = max(2 * pp - 1, microbatches)  # a shorter run is a longer one with actions left out
@@ -155,14 +157,14 @@ def _zbv(pp: int, stages: tuple[int, ...], microbatches: int, rank: int) -> Orde
         write.add("F", up)
         write.add("F", down)
     for _ in range(pp - rank):
-        for kind in _THREE:
+        for kind in _SPLIT:
             write.add(kind, up)
     for index in range(at_least - pp):
         if index < at_least - ahead - rank:
             write.add("F", down)
         write.add("I", down)
         write.add("W", down)
-        for kind in _THREE:
+        for kind in _SPLIT:
             write.add(kind, up)
     for _ in range(rank):
         write.add("I", down)

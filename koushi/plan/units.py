@@ -67,7 +67,8 @@ class StageUnits:
     def all(self) -> tuple[tuple[Unit, int], ...]:
         """Every kind of unit with how many there are, in the order of forward; empty ones left out."""
         ends = [(self.embedding, 1)] if self.embedding is not None else []
-        return tuple((unit, count) for unit, count in (*ends, (self.block, self.blocks), (self.root, 1)) if unit.whole)
+        units = (*ends, (self.block, self.blocks), (self.root, 1))
+        return tuple((unit, count) for unit, count in units if unit.whole and count)
 
     @property
     def total(self) -> Unit:
