@@ -1,7 +1,7 @@
 """Pipeline schedules as tables of actions, and a simulator that runs them. No torch.
 
 The tables are those of ``torch.distributed.pipelining`` 2.13, made here because a planner cannot wait
-for torch to be imported; ``tests/plan/test_schedule.py`` holds every table against torch's own. The
+for torch to be imported; ``tests/plan/test_schedule_tables.py`` holds every table against torch's own. The
 orders are those of GPipe (arXiv 1811.06965), 1F1B and its interleaved form (arXiv 2104.04473),
 breadth-first (arXiv 2211.05953), zero bubble (arXiv 2401.10241, 2405.15362) and DualPipe
 (arXiv 2412.19437).
