@@ -147,7 +147,7 @@ def _slowed(row: Row, workload: Workload, hardware: Hardware) -> str | None:
 
     With tp and a pipeline that crosses nodes, each block and microbatch took 7.7, 12.5, 20.8, 46 and 115 ms at tp 2,
     4, 8, 16 and 32, whatever the model's size from 1B to 80B, where runs within a node or without a pipeline took
-    4.4 (8 and 15 at tp 16 and 32): a defect. Runs that came within a tenth of the device's memory took 4 to 10 times
+    4.4 (8 and 15 at tp 16 and 32): a defect. Runs that came within a tenth of the device's memory took 3 to 10 times
     as long as their likes: the allocator gave back and asked again in every step.
     """
     if name_of(row) != "nanotron":
