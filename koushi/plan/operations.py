@@ -20,8 +20,8 @@ from koushi.plan.workload import Transformer, Workload
 from koushi.traffic import DTYPE_BYTES
 
 Device = Literal["cpu", "gpu"]
-"""Kernels differ: on a GPU RMSNorm is fused and attention's output needs no copy; on a CPU the norm is made of
-elementary operations, each of which keeps its input."""
+"""Kernels differ: on a GPU RMSNorm is fused; on a CPU it is made of elementary operations, each of which keeps its
+input."""
 
 
 @dataclass(frozen=True)
@@ -185,15 +185,8 @@ def _attention_half(shape: BlockShape, size: Sizes) -> tuple[Op, ...]:
             work = 0 if shape.fused else made
             ops.append(Op(f"turned_{name}", made, (name,), gives=((name, made),), work=work, back_work=work // 2))
     ops.append(_attention(shape, size, *turned))
-    mixed = "mixed"
-    if shape.device == "cpu":
-        ops.append(Op("joined", size.query, ("mixed",), gives=(("mixed", size.query),)))
-        mixed = "joined"
-    ops.append(
-        _matmul(
-            "projected", size.region, mixed, mixed, size.query, per_query + (model.dim if bias else 0), "q", "k", "v"
-        )
-    )
+    weight = per_query + (model.dim if bias else 0)
+    ops.append(_matmul("projected", size.region, "mixed", "mixed", size.query, weight, "q", "k", "v"))
     scatter, attended = _scattered(shape, size, "projected", "attended")
     ops += [*scatter, Op("middle", size.stream, ("x", attended, "normed", region), gives=(("x", 0), (attended, 0)))]
     return tuple(ops)
