@@ -229,6 +229,8 @@ class Run(Section):
 
 
 class Debug(Section):
+    """Watching a run at work."""
+
     audit: Flag = False
     """Whether a run's first step is watched, and its collectives compared with those that were planned. That step
     is not compiled."""

@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining.schedules import _batch_p2p, _PipelineSchedule
 
-from koushi.parallel import collectives
+from koushi.parallel import arrivals, collectives
 
 TORCH = str(Path(torch.__file__).parent)
-PASSED_OVER = frozenset({__file__, str(Path(__file__).with_name("ledger.py")), collectives.__file__})
+PASSED_OVER = frozenset({__file__, str(Path(__file__).with_name("ledger.py")), arrivals.__file__, collectives.__file__})
 """Whoever called these is of interest."""
 ABOVE = Path(__file__).parents[2]
 """The folder that the package lies in."""
