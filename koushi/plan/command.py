@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,11 +69,12 @@ def show_search(
         devices = own.mesh.world_size
     job = check(load(path, [*forced, *_ALONE]))
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
+    gc.disable()  # a search makes many small things, and all of them stay until the process ends
     result = search(question, base, on)
     if as_json:
         click.echo(json.dumps(search_json(result), indent=1))
     else:
-        shown = dict.fromkeys(one.layout for one in (*result.best, *result.front, *result.misses))
+        shown = dict.fromkeys(one.layout for one in (*result.best, *result.misses))
         plans = {layout: plan(layout.of(base), on) for layout in shown}
         click.echo(search_text(question, result, plans, plan(base, on) if own else None))
     if not result.best:

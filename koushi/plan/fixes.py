@@ -99,16 +99,16 @@ def _moved(workload: Workload, before: Layout, after: Layout) -> Workload:
 def neighbours(question: Question, layout: Layout) -> Iterator[Layout]:
     """Layouts that differ in one thing, legal or not."""
     for recompute in MODES:
-        yield replace(layout, recompute=recompute)
+        yield layout._replace(recompute=recompute)
     samples = question.global_batch_size // (layout.dp_replicate * layout.dp_shard)
     for size in _beside(divisors(samples), layout.microbatch_size):
-        yield replace(layout, microbatch_size=size)
-    yield replace(layout, reshard_after_forward=not layout.reshard_after_forward)
+        yield layout._replace(microbatch_size=size)
+    yield layout._replace(reshard_after_forward=not layout.reshard_after_forward)
     data_parallel = layout.dp_replicate * layout.dp_shard
     for shard in {*_beside(divisors(data_parallel), layout.dp_shard), data_parallel}:
-        yield replace(layout, dp_shard=shard, dp_replicate=data_parallel // shard)
+        yield layout._replace(dp_shard=shard, dp_replicate=data_parallel // shard)
     for tp in _beside(tensor_degrees(question), layout.tp):
-        yield from _with_shards(replace(layout, tp=tp), question)
+        yield from _with_shards(layout._replace(tp=tp), question)
     yield from _pipelines(question, layout)
 
 
@@ -120,7 +120,7 @@ def _pipelines(question: Question, layout: Layout) -> Iterator[Layout]:
             same = pipeline.pp > 1 and schedule == pipeline.schedule
             stages = pipeline.stages_per_rank if same else needs.fewest_stages_per_rank
             other = Pipeline(pp, schedule, stages) if pp > 1 else Pipeline()
-            yield from _with_shards(replace(layout, pipeline=other, reshard_after_forward=reshard), question)
+            yield from _with_shards(layout._replace(pipeline=other, reshard_after_forward=reshard), question)
     if layout.pp > 1:
         for schedule, needs in SCHEDULES.items():
             few = needs.fewest_stages_per_rank
@@ -128,14 +128,14 @@ def _pipelines(question: Question, layout: Layout) -> Iterator[Layout]:
             if schedule == pipeline.schedule:
                 counts |= {pipeline.stages_per_rank + 1, pipeline.stages_per_rank - 1, 2 * pipeline.stages_per_rank}
             for stages in sorted(counts):
-                yield replace(layout, pipeline=Pipeline(layout.pp, schedule, stages))
+                yield layout._replace(pipeline=Pipeline(layout.pp, schedule, stages))
 
 
 def _with_shards(layout: Layout, question: Question) -> Iterator[Layout]:
     """With dp_shard taking up what is left of the devices."""
     shard, left = divmod(question.devices, layout.tp * layout.pp * layout.dp_replicate)
     if left == 0:
-        yield replace(layout, dp_shard=shard)
+        yield layout._replace(dp_shard=shard)
 
 
 def _beside(choices: tuple[int, ...], value: int) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ def changed(before: Layout, after: Layout) -> dict[str, object]:
 def _more_devices(question: Question, before: Plan) -> int | None:
     layout, times = layout_of(before.workload), 2
     while times <= MOST_TIMES:
-        wider = replace(layout, dp_shard=layout.dp_shard * times)
+        wider = layout._replace(dp_shard=layout.dp_shard * times)
         if not is_legal(replace(question, devices=question.devices * times), wider):
             return None
         if plan(_moved(before.workload, layout, wider), before.hardware).fits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,12 +21,13 @@ from koushi.plan.unshard import MOST_UNSHARDED, unshards_of_rank
 from koushi.plan.workload import Recompute, Workload
 from koushi.schedules import SCHEDULES, rank_of_stage, stages_of_rank
 
+IN_TWO_PHASES = ("GPipe", "LoopedBFS")
+"""Schedules in which the last stage has seen all microbatches before any goes up."""
 BELOW = 1 - 1e-9
 """Bounds are this much lower than they are computed, so that rounding never puts one above what it bounds."""
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """A layout with its figures."""
 
     layout: Layout
@@ -75,6 +76,10 @@ class _Shares(NamedTuple):
     """The rank of the last stage."""
     last: int
     """Layers of the last stage."""
+    before_last: int
+    """Layers of the stage before it."""
+    most: int
+    """Layers of the largest stage that is not an end."""
     hops: int
     """Messages from the first stage to the last and back."""
     longest: tuple[int, ...]
@@ -91,7 +96,9 @@ def shares(n_layers: int, pp: int, per_rank: int, v_shaped: bool) -> _Shares:
     hops = 2 * (n_stages - (2 if v_shaped else 1)) if pp > 1 else 0
     fullest = pp - 1 - held[::-1].index(max(held))
     longest = tuple({0, min(1, pp - 1), fullest, pp - 1})
-    return _Shares(held, before, rank_of_stage(schedule, pp, n_stages, n_stages - 1), layers[-1], hops, longest)
+    end = rank_of_stage(schedule, pp, n_stages, n_stages - 1)
+    most = max(layers[1:-1], default=0)
+    return _Shares(held, before, end, layers[-1], layers[-2] if n_stages > 2 else 0, most, hops, longest)
 
 
 class Costs:
@@ -269,8 +276,9 @@ class Costs:
         """Seconds that no run of the schedule can be below.
 
         A rank cannot begin before its first stage's input has come down to it. Where backward is whole, the last
-        thing that it does is followed by the backwards of all stages before. The last stage has to see every
-        microbatch between the first one's way down and the last one's way up.
+        thing that it does is followed by the backwards of all stages before. Any stage has to see every microbatch,
+        going down or going up, between the first one's way to it and the last one's way from it; the last stage in
+        both directions, the one before it too, but for what the last does; any stage where all go down first.
         """
         key = (split, recompute, pipeline)
         found = self._makespans.get(key)
@@ -287,9 +295,14 @@ class Costs:
         over, send = self._shares(pipeline), self._send(split)
         layer, first, last = self._stages_of(split, recompute, pipeline)
         many, count = self.base.model.n_layers, split.microbatches
-        through = many * (layer.forward + layer.up) + first.forward + first.up + last.forward + last.up
-        ending = over.last * (layer.forward + layer.up) + last.forward + last.up
-        most = through + (count - 1) * ending + over.hops * send
+        both_ways = layer.forward + layer.up
+        through = many * both_ways + first.forward + first.up + last.forward + last.up + over.hops * send
+        ending = over.last * both_ways + last.forward + last.up
+        largest = over.most * (both_ways if pipeline.schedule in IN_TWO_PHASES else max(layer.forward, layer.up))
+        most = max(
+            through + (count - 1) * max(ending, largest),
+            through - ending - 2 * send + (count - 1) * over.before_last * both_ways,
+        )
         both = 0.0 if splits_backward(pipeline) else 1.0
         each, away = layer.forward + both * layer.up, (1 + both) * send
         beginning = first.forward + both * first.up
@@ -338,7 +351,7 @@ class Costs:
             layers = layers_of(self.base.model.n_layers, pipeline.pp * pipeline.stages_per_rank)
             if not v_shaped:
                 # A rank's stages cost together what one stage with all their layers does.
-                layers, layout = self._shares(pipeline).held, replace(layout, pipeline=Pipeline(pipeline.pp))
+                layers, layout = self._shares(pipeline).held, layout._replace(pipeline=Pipeline(pipeline.pp))
             found = self._all_edges[key] = tuple(self._edge(layout, layers, rank) for rank in range(pipeline.pp))
         return found
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from typing import NamedTuple
 
 from koushi.hardware.hardware import Hardware
 from koushi.plan.layouts import (
@@ -58,30 +59,33 @@ class SearchResult:
     """Pipelines simulated; layouts that only differ in how data parallel shards share one."""
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Layouts that share a division of devices and recompute."""
 
     split: Split
     recompute: Recompute
 
 
-@dataclass(frozen=True)
-class _Piped(_Group):
-    """That share a pipeline as well."""
+class _Piped(NamedTuple):
+    """Layouts that share a pipeline as well."""
 
+    split: Split
+    recompute: Recompute
     pipeline: Pipeline
 
 
-@dataclass(frozen=True)
-class _One(_Group):
+class _One(NamedTuple):
     """A single layout."""
 
+    split: Split
     layout: Layout
     memory: float
     """A bound."""
-    simulated: bool
-    """Whether all is known but gathers that repeat."""
+    exact: bool
+    """Whether the pipeline has been simulated."""
+
+
+_Item = _Group | _Piped | _One
 
 
 def search(question: Question, base: Workload, hardware: Hardware) -> SearchResult:
@@ -97,7 +101,7 @@ class _Search:
         self.costs = Costs(base, hardware)
         self.found = _Found()
         self._order = count()
-        self._heap: list[tuple[float, int, _Group]] = []
+        self._heap: list[tuple[float, int, _Item]] = []
 
     def run(self) -> SearchResult:
         costs = self.costs
@@ -118,7 +122,7 @@ class _Search:
         misses = self.found.misses(costs)
         return self.found.result(misses, legal_count(self.question), costs.simulated)
 
-    def _push(self, floor: float, item: _Group) -> None:
+    def _push(self, floor: float, item: _Item) -> None:
         if floor <= self.found.slowest_wanted:
             heappush(self._heap, (floor, next(self._order), item))
 
@@ -141,15 +145,20 @@ class _Search:
             elif not self.found.is_beaten(group_floor, memory, layout):
                 floor = self.costs.layout_floor(split, layout)
                 if not self.found.is_beaten(floor, memory, layout):
-                    self._push(floor, _One(split, recompute, layout, memory, simulated=pipeline.pp == 1))
+                    self._push(floor, _One(split, layout, memory, exact=False))
 
     def _judge(self, one: _One, floor: float) -> None:
         """In the order of what each step costs; memory's bound gets closer with every rank."""
         costs, layout = self.costs, one.layout
         if self.found.is_beaten(floor, one.memory, layout):
             return
-        if not one.simulated:
-            self._push(costs.simulated_floor(one.split, layout), replace(one, simulated=True))
+        if not one.exact:
+            # Memory of one rank is quicker than the pipeline, and often enough to know better.
+            memory = max(one.memory, next(costs.memory_so_far(layout)))
+            if memory > costs.capacity:
+                self.found.miss(memory, floor, layout)
+            elif not self.found.is_beaten(floor, memory, layout):
+                self._push(costs.simulated_floor(one.split, layout), one._replace(memory=memory, exact=True))
             return
         seconds = costs.seconds(one.split, layout)
         for memory in costs.memory_so_far(layout):
@@ -207,7 +216,7 @@ class _Found:
     def misses(self, costs: Costs) -> tuple[Scored, ...]:
         """The smallest of those kept in mind that are faster than the fastest that fits."""
         fastest = self.front[0].seconds if self.front else inf
-        wanted = [layout for _, floor, layout in self.too_large if floor < fastest][: 2 * MISSES]
+        wanted = [layout for _, floor, layout in self.too_large if floor < fastest][: MISSES + 1]
         judged = [Scored(layout, costs.step_seconds(layout), costs.memory(layout)) for layout in wanted]
         faster = (one for one in judged if one.seconds < fastest)
         return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])
