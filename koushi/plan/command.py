@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +68,6 @@ def show_search(
         devices = own.mesh.world_size
     job = check(load(path, [*forced, *_ALONE]))
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
-    gc.disable()  # a search makes many small things, and all of them stay until the process ends
     result = search(question, base, on)
     if as_json:
         click.echo(json.dumps(search_json(result), indent=1))

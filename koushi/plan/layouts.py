@@ -193,6 +193,13 @@ def layouts(question: Question) -> Iterator[Layout]:
                         yield Layout(split.tp, pipeline, replicas, shard, split.microbatch_size, recompute, reshard)
 
 
+def split_of(question: Question, layout: Layout) -> Split:
+    """How a legal layout divides devices and batch."""
+    data_parallel = layout.dp_replicate * layout.dp_shard
+    samples = question.global_batch_size // data_parallel
+    return Split(layout.tp, layout.pp, data_parallel, layout.microbatch_size, samples // layout.microbatch_size)
+
+
 def is_legal(question: Question, layout: Layout) -> bool:
     """Whether ``layouts`` has it."""
     if layout.tp not in tensor_degrees(question):

@@ -101,6 +101,33 @@ def shares(n_layers: int, pp: int, per_rank: int, v_shaped: bool) -> _Shares:
     return _Shares(held, before, end, layers[-1], layers[-2] if n_stages > 2 else 0, most, hops, longest)
 
 
+class _Repeats(NamedTuple):
+    """How often a rank gathers again what it has freed."""
+
+    layers: int
+    """Of all its stages, each as often as it is gathered again."""
+    most: int
+    """Of one stage, the most often."""
+    first: tuple[int, int]
+    """How often the first stage, and its layers; of other ranks none."""
+    last: tuple[int, int]
+
+
+@cache
+def repeats(n_layers: int, pipeline: Pipeline, microbatches: int) -> tuple[_Repeats, ...]:
+    """Of every rank."""
+    pp, n_stages = pipeline.pp, pipeline.pp * pipeline.stages_per_rank
+    layers = layers_of(n_layers, n_stages)
+    found = []
+    for rank in range(pp):
+        counts = unshards_of_rank(pipeline.schedule, pp, n_stages, microbatches, rank)
+        again = {stage: count - 1 for stage, count in counts.items()}
+        ends = ((again.get(stage, 0), layers[stage]) for stage in (0, n_stages - 1))
+        total = sum(times * layers[stage] for stage, times in again.items())
+        found.append(_Repeats(total, max(again.values()), *ends))
+    return tuple(found)
+
+
 class Costs:
     """Of layouts of one run on one kind of hardware."""
 
@@ -158,20 +185,15 @@ class Costs:
 
         Where a stage's work hides them by far, they only slow it; such a rank need not be computed anew.
         """
-        pipeline = layout.pipeline
-        n_stages = pipeline.pp * pipeline.stages_per_rank
-        layers = layers_of(self.base.model.n_layers, n_stages)
-        once = self._gathers_of(layout)
+        pipeline, (first, block, last) = layout.pipeline, self._gathers_of(layout)
         hiding = 0.5 * OVERLAPPED * split.microbatches * self._stages_of(split, layout.recompute, pipeline).layer.work
         found = []
-        for rank, edge in enumerate(every):
-            again, hidden = 0.0, True
-            times = unshards_of_rank(pipeline.schedule, pipeline.pp, n_stages, split.microbatches, rank)
-            for stage, count in times.items():
-                end = once[0] if stage == 0 else once[2] if stage == n_stages - 1 else 0.0
-                later = (count - 1) * (layers[stage] * once[1] + end)
-                again += later
-                hidden = hidden and later <= hiding * layers[stage]
+        repeated = repeats(self.base.model.n_layers, pipeline, split.microbatches)
+        for rank, (edge, (layers, most, at_first, at_last)) in enumerate(zip(every, repeated, strict=True)):
+            again, hidden = layers * block, most * block <= hiding
+            for (times, held), end in ((at_first, first), (at_last, last)):
+                again += times * end
+                hidden = hidden and times * (held * block + end) <= hiding * held
             if not hidden:
                 edge, again = edges(layout.of(self.base), self.hardware, rank).seconds, 0.0
             found.append(edge + SLOWED * again)

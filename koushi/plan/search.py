@@ -37,7 +37,7 @@ SLOWEST = 1.25
 """Of the front: how many times as long as the fastest a step may take."""
 MISSES = 3
 """Layouts shown that would be faster but do not fit."""
-_REMEMBERED = 24
+_REMEMBERED = 64
 
 Degrees = tuple[int, int]
 """tp and pp."""
@@ -139,7 +139,8 @@ class _Search:
         for layout in spread(split, recompute, pipeline):
             memory = self.costs.memory_floor(split, layout)
             if memory > self.costs.capacity:
-                self.found.miss(memory, group_floor, layout)
+                if self.found.is_near_miss(memory):
+                    self.found.miss(memory, self.costs.layout_floor(split, layout), layout)
                 if not layout.reshard_after_forward:
                     return  # fewer shards are larger still, and gathered parameters that stay come last
             elif not self.found.is_beaten(group_floor, memory, layout):
@@ -153,11 +154,14 @@ class _Search:
         if self.found.is_beaten(floor, one.memory, layout):
             return
         if not one.exact:
-            # Memory of one rank is quicker than the pipeline, and often enough to know better.
-            memory = max(one.memory, next(costs.memory_so_far(layout)))
-            if memory > costs.capacity:
-                self.found.miss(memory, floor, layout)
-            elif not self.found.is_beaten(floor, memory, layout):
+            memory = one.memory
+            if not self.found.may_lead(floor, layout):
+                # Memory of one rank is quicker than the pipeline, and often enough to know better.
+                memory = max(memory, next(costs.memory_so_far(layout)))
+                if memory > costs.capacity:
+                    self.found.miss(memory, floor, layout)
+                    return
+            if not self.found.is_beaten(floor, memory, layout):
                 self._push(costs.simulated_floor(one.split, layout), one._replace(memory=memory, exact=True))
             return
         seconds = costs.seconds(one.split, layout)
@@ -175,6 +179,8 @@ class _Found:
 
     def __init__(self) -> None:
         self.fastest: dict[Degrees, Scored] = {}
+        self._ranked: list[float] = []
+        """Seconds of the fastest of each, in order."""
         self.front: list[Scored] = []
         """By seconds; memory falls along it."""
         self.too_large: list[tuple[float, float, Layout]] = []
@@ -184,34 +190,39 @@ class _Found:
 
     def is_beaten(self, floor: float, memory: float, layout: Layout) -> bool:
         """Whether a layout of this memory that takes at least ``floor`` can change nothing."""
-        before = self.fastest.get(degrees_of(layout))
-        if before is None and floor <= self._last_ranked():
-            return False
-        if before is not None and floor <= before.seconds and floor <= self._last_ranked():
+        if self.may_lead(floor, layout):
             return False
         place = bisect_right(self.front, floor, key=lambda one: one.seconds)
         return place > 0 and self.front[place - 1].memory <= memory
+
+    def may_lead(self, floor: float, layout: Layout) -> bool:
+        """Whether a layout that takes at least ``floor`` may be the fastest of its tp and pp, and those be ranked."""
+        before = self.fastest.get(degrees_of(layout))
+        return floor <= self._last_ranked() and (before is None or floor <= before.seconds)
 
     def add(self, scored: Scored) -> None:
         degrees = degrees_of(scored.layout)
         before = self.fastest.get(degrees)
         if before is None or scored.rank < before.rank:
             self.fastest[degrees] = scored
+            self._ranked = sorted(one.seconds for one in self.fastest.values())
         if not any(one.seconds <= scored.seconds and one.memory <= scored.memory for one in self.front):
             kept = [one for one in self.front if one.seconds < scored.seconds or one.memory < scored.memory]
             self.front = sorted([*kept, scored], key=lambda one: one.rank)
         self.slowest_wanted = max(self._last_ranked(), SLOWEST * self.front[0].seconds)
 
     def _last_ranked(self) -> float:
-        if len(self.fastest) < BEST:
-            return inf
-        return sorted(one.seconds for one in self.fastest.values())[BEST - 1]
+        return self._ranked[BEST - 1] if len(self._ranked) >= BEST else inf
 
     def miss(self, memory: float, floor: float, layout: Layout) -> None:
         """Keep in mind a layout that is too large."""
-        if len(self.too_large) < _REMEMBERED or memory < self.too_large[-1][0]:
+        if self.is_near_miss(memory) and (not self.front or floor < self.front[0].seconds):
             insort(self.too_large, (memory, floor, layout))
             del self.too_large[_REMEMBERED:]
+
+    def is_near_miss(self, memory: float) -> bool:
+        """Whether no more than a few layouts that are too large are smaller."""
+        return len(self.too_large) < _REMEMBERED or memory < self.too_large[-1][0]
 
     def misses(self, costs: Costs) -> tuple[Scored, ...]:
         """The smallest of those kept in mind that are faster than the fastest that fits."""

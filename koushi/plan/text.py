@@ -181,18 +181,16 @@ def advice_text(before: Plan, advice: Advice) -> str:
             return ""
         if advice.devices is None:
             return "no layout of as many devices fits, nor a few times as many"
-        return f"no layout of as many devices fits; {advice.devices:,} would do: --gpus {advice.devices}"
+        flags = f"--gpus {advice.devices} --dp-shard {advice.dp_shard}"
+        return f"no layout of as many devices fits; {advice.devices:,} would do: {flags}"
     head = "what would make it faster" if before.fits else "what would make it fit"
     written = [" ".join(_argument(*one) for one in fix.values.items()) for fix in advice.fixes]
     width = min(60, max(len(text) for text in written))
     lines = [head]
     for fix, text in zip(advice.fixes, written, strict=True):
-        seconds = fix.plan.time.seconds
         note = f"  ({fix.note})" if fix.note else ""
-        lines.append(
-            f"  {text:<{width}}  {short(seconds):>8}  {seconds / before.time.seconds - 1:>+6.1%}  "
-            f"{gib(fix.plan.memory.device):>6} GiB{note}"
-        )
+        gain = f"{fix.seconds / before.time.seconds - 1:>+6.1%}"
+        lines.append(f"  {text:<{width}}  {short(fix.seconds):>8}  {gain}  {gib(fix.memory):>6} GiB{note}")
     return "\n".join(lines)
 
 
@@ -200,7 +198,7 @@ _FLAGS = {key: flag for flag, key in SHORT.items()}
 
 
 def _argument(key: str, value: object) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return f"{_FLAGS[key]} {text}" if key in _FLAGS else f"{key}={text}"
 
 
