@@ -300,8 +300,8 @@ def hardware(name: str | None, calibrate: Path | None, processes: int | None) ->
 
     \b
     Example:
-      koushi hardware
       koushi hardware h100
+      koushi hardware
       koushi hardware --calibrate mine.yaml
     """
     if calibrate is not None:

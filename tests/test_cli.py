@@ -91,7 +91,7 @@ def test_a_run_file_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended("chekc", DEBUG) == 2
     err = capsys.readouterr().err
-    assert "no such command: chekc; did you mean check? The commands are check, train, verify" in err
+    assert "no such command: chekc; did you mean check? The commands are check, plan, train, verify" in err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(name, "--help") == 0
     out = capsys.readouterr().out
-    reads_run_files = name in ("check", "train", "verify")
+    reads_run_files = name in ("check", "plan", "train", "verify")
     assert f"Example:\n    koushi {name} {'examples/' if reads_run_files else ''}" in out
     assert ("--tp" in out) is reads_run_files
 

@@ -76,7 +76,7 @@ def _time(job: Job, plan: Plan) -> list[str]:
     days = seconds * steps / 86_400
     tokens = count_text(plan.workload.tokens * steps)
     lines = [
-        f"time     {short(seconds)} a step ({short(seconds * (1 - bar.p90))} to {short(seconds * (1 + bar.p90))}: "
+        f"time     {short(seconds)} a step ({short(seconds * (1 - bar.p90))} to {short(seconds * (1 + bar.p90))}; "
         f"{_came_within(bar)})",
         f"speed    {count_text(time.tokens_per_second_per_device * plan.devices)} tokens/s, "
         f"{count_text(time.tokens_per_second_per_device)} per device; MFU {time.mfu:.1%} "
@@ -113,7 +113,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _came_within(bar: ErrorBar) -> str:
-    return f"9 in 10 of {bar.runs:,} published runs came within {bar.p90:.0%} of their plan"
+    return f"9 in 10 published runs came within {bar.p90:.0%} of their plan, as a mean of their sources"
 
 
 def _by_coordinate(memories: Sequence[Memory]) -> str:
