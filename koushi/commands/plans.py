@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import click
@@ -36,15 +37,19 @@ def plan(
       koushi plan examples/llama3_8b.yaml --gpus 64 training.recompute=full
       koushi plan examples/llama3_70b.yaml --search --write fastest.yaml
     """
-    from koushi.plan.command import show_plan, show_search
+    gc.disable()  # what is made from here on is small, and most of it stays until the answer is there
+    try:
+        from koushi.plan.command import show_plan, show_search
 
-    run_path, overrides = split(arguments)
-    if search:
-        show_search(run_path, overrides, gpus, hardware, as_json, write)
-    elif write is not None:
-        raise click.UsageError("--write is for what --search finds")
-    else:
-        show_plan(run_path, overrides, gpus, hardware, as_json)
+        run_path, overrides = split(arguments)
+        if search:
+            show_search(run_path, overrides, gpus, hardware, as_json, write)
+        elif write is not None:
+            raise click.UsageError("--write is for what --search finds")
+        else:
+            show_plan(run_path, overrides, gpus, hardware, as_json)
+    finally:
+        gc.enable()
 
 
 @click.command("dry-run", context_settings=RUN_FILE_SETTINGS)

@@ -33,15 +33,11 @@ def plan_json(job: Job, plan: Plan, advice: Advice) -> Json:
         "submeshes": [_submesh(use) for use in plan.submeshes],
         "advice": {
             "changes": [
-                {
-                    "values": dict(fix.values),
-                    "seconds": fix.plan.time.seconds,
-                    "memory": fix.plan.memory.device,
-                    "fits": fix.plan.fits,
-                }
+                {"values": dict(fix.values), "seconds": fix.seconds, "memory": fix.memory, "note": fix.note}
                 for fix in advice.fixes
             ],
             "devices_that_fit": advice.devices,
+            "dp_shard_that_fits": advice.dp_shard,
         },
     }
 

@@ -72,7 +72,7 @@ def show_search(
     if as_json:
         click.echo(json.dumps(search_json(result), indent=1))
     else:
-        shown = dict.fromkeys(one.layout for one in (*result.best, *result.front, *result.misses))
+        shown = dict.fromkeys(one.layout for one in (*result.best, *result.misses))
         plans = {layout: plan(layout.of(base), on) for layout in shown}
         click.echo(search_text(question, result, plans, plan(base, on) if own else None))
     if not result.best:

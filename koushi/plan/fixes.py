@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
-from koushi.check.rule import COMPILE
+from koushi.check.rule import COMPILE, PER_STAGE
 from koushi.hardware.hardware import Hardware
 from koushi.plan.layouts import (
     MODES,
@@ -15,11 +16,15 @@ from koushi.plan.layouts import (
     divisors,
     is_legal,
     layout_of,
+    split_of,
     tensor_degrees,
     values_of,
 )
-from koushi.plan.plan import Plan, plan
+from koushi.plan.memory import every_rank
+from koushi.plan.plan import Plan
+from koushi.plan.score import Costs
 from koushi.plan.search import search
+from koushi.plan.step_time import step_seconds
 from koushi.plan.workload import Workload
 from koushi.schedules import SCHEDULES
 
@@ -36,7 +41,10 @@ class Fix:
 
     values: Mapping[str, object]
     """By dotted key, only what changes."""
-    plan: Plan
+    seconds: float
+    """Of a step."""
+    memory: float
+    """Bytes that the device of the fullest rank reports as taken."""
     note: str = ""
     """What it costs besides."""
 
@@ -47,27 +55,23 @@ class Advice:
 
     fixes: tuple[Fix, ...]
     devices: int | None = None
-    """Where nothing on as many devices fits: how many of them do, with more shards."""
+    """Where nothing on as many devices fits: how many of them do, with ``dp_shard`` as many times as large."""
+    dp_shard: int | None = None
 
 
 def advice(question: Question, before: Plan) -> Advice:
     """The cheapest changes that make ``before`` fit, the fastest first; if it fits, those that make it faster."""
-    tried = [fix for fix in single_changes(question, before.workload, before.hardware) if fix.plan.fits]
-    tried.sort(key=lambda fix: fix.plan.time.seconds)
-    if before.fits:
-        limit = before.time.seconds * (1 - WORTH)
-        return Advice(_distinct(fix for fix in tried if fix.plan.time.seconds < limit))
-    if tried:
-        return Advice(_distinct(iter(tried)))
+    tried = sorted(single_changes(question, before), key=lambda fix: (fix.seconds, fix.memory))
+    if tried or before.fits:
+        return Advice(_distinct(tried))
     found = search(question, before.workload, before.hardware).best
     if found:
-        layout = found[0].layout
-        after = plan(layout.of(before.workload), before.hardware)
-        return Advice((Fix(changed(layout_of(before.workload), layout), after),))
-    return Advice((), _more_devices(question, before))
+        values = changed(before.workload, found[0].layout)
+        return Advice((Fix(values, found[0].seconds, found[0].memory),))
+    return _more_devices(question, before)
 
 
-def _distinct(fixes: Iterator[Fix]) -> tuple[Fix, ...]:
+def _distinct(fixes: Iterable[Fix]) -> tuple[Fix, ...]:
     """The first few, one for each kind of change."""
     found: dict[frozenset[str], Fix] = {}
     for fix in fixes:
@@ -75,18 +79,39 @@ def _distinct(fixes: Iterator[Fix]) -> tuple[Fix, ...]:
     return tuple(list(found.values())[:SHOWN])
 
 
-def single_changes(question: Question, workload: Workload, hardware: Hardware) -> Iterator[Fix]:
-    """Every legal change of one thing, planned."""
-    layout = layout_of(workload)
+def single_changes(question: Question, before: Plan) -> Iterator[Fix]:
+    """Every legal change of one thing that leads to a plan that fits, and to a faster one where ``before`` fits."""
+    workload, layout, hardware = before.workload, layout_of(before.workload), before.hardware
+    slowest = before.time.seconds * (1 - WORTH) if before.fits else inf
+    costs = Costs(workload, hardware)
     for other in dict.fromkeys(neighbours(question, layout)):
-        if other != layout and is_legal(question, other):
-            yield Fix(changed(layout, other), plan(_moved(workload, layout, other), hardware))
+        if other == layout or not is_legal(question, other):
+            continue
+        split = split_of(question, other)
+        moved = _moved(workload, layout, other)
+        divided = moved.stage_layers == other.of(workload).stage_layers
+        if divided and costs.memory_floor(split, other) > costs.capacity:
+            continue
+        if divided and costs.layout_floor(split, other) > slowest:
+            continue
+        yield from _judged(moved, hardware, slowest, changed(workload, other))
     if workload.reduce == "float32" and workload.compute == "bfloat16":
-        after = plan(replace(workload, reduce="bfloat16"), hardware)
-        yield Fix({REDUCE: "bfloat16"}, after, "gradients are added up with less precision")
+        note = "gradients are added up with less precision"
+        yield from _judged(replace(workload, reduce="bfloat16"), hardware, slowest, {REDUCE: "bfloat16"}, note)
     if not question.compiled and not (layout.pp > 1 and SCHEDULES[workload.schedule].splits_backward):
-        after = plan(replace(workload, system=replace(workload.system, fused=True)), hardware)
-        yield Fix({COMPILE: True}, after, "the first step compiles")
+        fused = replace(workload, system=replace(workload.system, fused=True))
+        yield from _judged(fused, hardware, slowest, {COMPILE: True}, "the first step compiles")
+
+
+def _judged(
+    workload: Workload, hardware: Hardware, slowest: float, values: Mapping[str, object], note: str = ""
+) -> Iterator[Fix]:
+    """The change, where it fits and is fast enough."""
+    seconds = step_seconds(workload, hardware)
+    if seconds <= slowest:
+        memory = max(one.device for one in every_rank(workload, hardware))
+        if memory <= hardware.chip.memory_bytes:
+            yield Fix(values, seconds, memory, note)
 
 
 def _moved(workload: Workload, before: Layout, after: Layout) -> Workload:
@@ -99,16 +124,16 @@ def _moved(workload: Workload, before: Layout, after: Layout) -> Workload:
 def neighbours(question: Question, layout: Layout) -> Iterator[Layout]:
     """Layouts that differ in one thing, legal or not."""
     for recompute in MODES:
-        yield replace(layout, recompute=recompute)
+        yield layout._replace(recompute=recompute)
     samples = question.global_batch_size // (layout.dp_replicate * layout.dp_shard)
     for size in _beside(divisors(samples), layout.microbatch_size):
-        yield replace(layout, microbatch_size=size)
-    yield replace(layout, reshard_after_forward=not layout.reshard_after_forward)
+        yield layout._replace(microbatch_size=size)
+    yield layout._replace(reshard_after_forward=not layout.reshard_after_forward)
     data_parallel = layout.dp_replicate * layout.dp_shard
     for shard in {*_beside(divisors(data_parallel), layout.dp_shard), data_parallel}:
-        yield replace(layout, dp_shard=shard, dp_replicate=data_parallel // shard)
+        yield layout._replace(dp_shard=shard, dp_replicate=data_parallel // shard)
     for tp in _beside(tensor_degrees(question), layout.tp):
-        yield from _with_shards(replace(layout, tp=tp), question)
+        yield from _with_shards(layout._replace(tp=tp), question)
     yield from _pipelines(question, layout)
 
 
@@ -120,7 +145,7 @@ def _pipelines(question: Question, layout: Layout) -> Iterator[Layout]:
             same = pipeline.pp > 1 and schedule == pipeline.schedule
             stages = pipeline.stages_per_rank if same else needs.fewest_stages_per_rank
             other = Pipeline(pp, schedule, stages) if pp > 1 else Pipeline()
-            yield from _with_shards(replace(layout, pipeline=other, reshard_after_forward=reshard), question)
+            yield from _with_shards(layout._replace(pipeline=other, reshard_after_forward=reshard), question)
     if layout.pp > 1:
         for schedule, needs in SCHEDULES.items():
             few = needs.fewest_stages_per_rank
@@ -128,14 +153,14 @@ def _pipelines(question: Question, layout: Layout) -> Iterator[Layout]:
             if schedule == pipeline.schedule:
                 counts |= {pipeline.stages_per_rank + 1, pipeline.stages_per_rank - 1, 2 * pipeline.stages_per_rank}
             for stages in sorted(counts):
-                yield replace(layout, pipeline=Pipeline(layout.pp, schedule, stages))
+                yield layout._replace(pipeline=Pipeline(layout.pp, schedule, stages))
 
 
 def _with_shards(layout: Layout, question: Question) -> Iterator[Layout]:
     """With dp_shard taking up what is left of the devices."""
     shard, left = divmod(question.devices, layout.tp * layout.pp * layout.dp_replicate)
     if left == 0:
-        yield replace(layout, dp_shard=shard)
+        yield layout._replace(dp_shard=shard)
 
 
 def _beside(choices: tuple[int, ...], value: int) -> tuple[int, ...]:
@@ -145,19 +170,24 @@ def _beside(choices: tuple[int, ...], value: int) -> tuple[int, ...]:
     return (*below[-1:], *above[:1])
 
 
-def changed(before: Layout, after: Layout) -> dict[str, object]:
-    """What a run file has to say differently."""
-    old = values_of(before)
-    return {key: value for key, value in values_of(after).items() if value is not None and value != old.get(key)}
+def changed(workload: Workload, after: Layout) -> dict[str, object]:
+    """What the run file of ``workload`` has to say differently; None: nothing any more."""
+    before = layout_of(workload)
+    old, new = values_of(before), values_of(after)
+    found = {key: value for key, value in new.items() if value != old.get(key)}
+    if workload.stage_layers != before.of(workload).stage_layers and before.pipeline != after.pipeline:
+        found[PER_STAGE] = None  # that many stages are no more
+    return found
 
 
-def _more_devices(question: Question, before: Plan) -> int | None:
+def _more_devices(question: Question, before: Plan) -> Advice:
     layout, times = layout_of(before.workload), 2
     while times <= MOST_TIMES:
-        wider = replace(layout, dp_shard=layout.dp_shard * times)
+        wider = layout._replace(dp_shard=layout.dp_shard * times)
         if not is_legal(replace(question, devices=question.devices * times), wider):
-            return None
-        if plan(_moved(before.workload, layout, wider), before.hardware).fits:
-            return question.devices * times
+            break
+        ranks = every_rank(_moved(before.workload, layout, wider), before.hardware)
+        if max(one.device for one in ranks) <= before.hardware.chip.memory_bytes:
+            return Advice((), question.devices * times, wider.dp_shard)
         times *= 2
-    return None
+    return Advice(())

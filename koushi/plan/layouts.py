@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from koushi.check.model_rules import legal_tensor_degrees
 from koushi.check.rule import (
@@ -49,8 +50,7 @@ def question_of(job: Job, devices: int | None = None) -> Question:
     return Question(job.size, world, training.global_batch_size, training.seq_len, training.compile)
 
 
-@dataclass(frozen=True, order=True)
-class Pipeline:
+class Pipeline(NamedTuple):
     """How layers and microbatches go through the stages; at pp 1 the schedule has no meaning."""
 
     pp: int = 1
@@ -58,8 +58,7 @@ class Pipeline:
     stages_per_rank: int = 1
 
 
-@dataclass(frozen=True, order=True)
-class Layout:
+class Layout(NamedTuple):
     """One choice of all that a search may choose."""
 
     tp: int
@@ -153,8 +152,7 @@ def recompute_modes(pipeline: Pipeline) -> tuple[Recompute, ...]:
     return ("none", "full") if pipeline.pp > 1 and SCHEDULES[pipeline.schedule].splits_backward else MODES
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """How the devices divide into tensor, pipeline and data parallel, and the batch into microbatches."""
 
     tp: int
@@ -193,6 +191,13 @@ def layouts(question: Question) -> Iterator[Layout]:
                     for reshard in reshard_choices(split):
                         replicas = split.data_parallel // shard
                         yield Layout(split.tp, pipeline, replicas, shard, split.microbatch_size, recompute, reshard)
+
+
+def split_of(question: Question, layout: Layout) -> Split:
+    """How a legal layout divides devices and batch."""
+    data_parallel = layout.dp_replicate * layout.dp_shard
+    samples = question.global_batch_size // data_parallel
+    return Split(layout.tp, layout.pp, data_parallel, layout.microbatch_size, samples // layout.microbatch_size)
 
 
 def is_legal(question: Question, layout: Layout) -> bool:

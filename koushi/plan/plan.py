@@ -20,7 +20,7 @@ ACCURACY = Path(__file__).parent / "accuracy.json"
 
 @dataclass(frozen=True)
 class ErrorBar:
-    """How far predictions were from published runs, as shares of what was measured."""
+    """How far predictions were from published runs, as shares of what was measured: means over their sources."""
 
     median: float
     p90: float

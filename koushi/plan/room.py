@@ -138,17 +138,30 @@ class Room:
 
     def floor(self, split: Split, layout: Layout) -> float:
         """Bytes that the fullest rank's device has taken at least."""
+        ranks = self._known(split, layout)
+        return self._device(split, max(states / layout.dp_shard + other for states, other in ranks))
+
+    def _known(self, split: Split, layout: Layout) -> tuple[tuple[float, float], ...]:
         key = (split, layout.recompute, layout.pipeline, layout.reshard_after_forward)
-        ranks = self._ranks.get(key)
-        if ranks is None:
+        found = self._ranks.get(key)
+        if found is None:
             kinds = self._kinds_of(split, layout.recompute)
             if split.pp == 1:
-                ranks = (self._alone(split, kinds, layout.reshard_after_forward),)
+                found = (self._alone(split, kinds, layout.reshard_after_forward),)
             else:
-                some = (1, 0) if split.pp == 2 else (1, 0, split.pp - 1)
-                ranks = tuple(dict.fromkeys(self._rank(split, kinds, layout.pipeline, rank) for rank in some))
-            self._ranks[key] = ranks
-        return self._device(split, max(states / layout.dp_shard + other for states, other in ranks))
+                found = self._some(split, kinds, layout)
+            self._ranks[key] = found
+        return found
+
+    def _some(self, split: Split, kinds: _Kinds, layout: Layout) -> tuple[tuple[float, float], ...]:
+        """Of the ranks that are often the fullest, or as many as it takes to see that the layout is too large."""
+        found = []
+        for rank in (1, 0) if split.pp == 2 else (1, 0, split.pp - 1):
+            states, other = self._rank(split, kinds, layout.pipeline, rank)
+            found.append((states, other))
+            if states / layout.dp_shard + other > self.hardware.chip.memory_bytes:
+                break
+        return tuple(found)
 
     def _alone(self, split: Split, kinds: _Kinds, reshards: bool) -> tuple[float, float]:
         """As backward begins: states before data parallel cuts them, and what the whole model keeps of a microbatch."""

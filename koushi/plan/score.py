@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,12 +21,13 @@ from koushi.plan.unshard import MOST_UNSHARDED, unshards_of_rank
 from koushi.plan.workload import Recompute, Workload
 from koushi.schedules import SCHEDULES, rank_of_stage, stages_of_rank
 
+IN_TWO_PHASES = ("GPipe", "LoopedBFS")
+"""Schedules in which the last stage has seen all microbatches before any goes up."""
 BELOW = 1 - 1e-9
 """Bounds are this much lower than they are computed, so that rounding never puts one above what it bounds."""
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """A layout with its figures."""
 
     layout: Layout
@@ -75,6 +76,10 @@ class _Shares(NamedTuple):
     """The rank of the last stage."""
     last: int
     """Layers of the last stage."""
+    before_last: int
+    """Layers of the stage before it."""
+    most: int
+    """Layers of the largest stage that is not an end."""
     hops: int
     """Messages from the first stage to the last and back."""
     longest: tuple[int, ...]
@@ -91,7 +96,36 @@ def shares(n_layers: int, pp: int, per_rank: int, v_shaped: bool) -> _Shares:
     hops = 2 * (n_stages - (2 if v_shaped else 1)) if pp > 1 else 0
     fullest = pp - 1 - held[::-1].index(max(held))
     longest = tuple({0, min(1, pp - 1), fullest, pp - 1})
-    return _Shares(held, before, rank_of_stage(schedule, pp, n_stages, n_stages - 1), layers[-1], hops, longest)
+    end = rank_of_stage(schedule, pp, n_stages, n_stages - 1)
+    most = max(layers[1:-1], default=0)
+    return _Shares(held, before, end, layers[-1], layers[-2] if n_stages > 2 else 0, most, hops, longest)
+
+
+class _Repeats(NamedTuple):
+    """How often a rank gathers again what it has freed."""
+
+    layers: int
+    """Of all its stages, each as often as it is gathered again."""
+    most: int
+    """Of one stage, the most often."""
+    first: tuple[int, int]
+    """How often the first stage, and its layers; of other ranks none."""
+    last: tuple[int, int]
+
+
+@cache
+def repeats(n_layers: int, pipeline: Pipeline, microbatches: int) -> tuple[_Repeats, ...]:
+    """Of every rank."""
+    pp, n_stages = pipeline.pp, pipeline.pp * pipeline.stages_per_rank
+    layers = layers_of(n_layers, n_stages)
+    found = []
+    for rank in range(pp):
+        counts = unshards_of_rank(pipeline.schedule, pp, n_stages, microbatches, rank)
+        again = {stage: count - 1 for stage, count in counts.items()}
+        ends = ((again.get(stage, 0), layers[stage]) for stage in (0, n_stages - 1))
+        total = sum(times * layers[stage] for stage, times in again.items())
+        found.append(_Repeats(total, max(again.values()), *ends))
+    return tuple(found)
 
 
 class Costs:
@@ -151,20 +185,15 @@ class Costs:
 
         Where a stage's work hides them by far, they only slow it; such a rank need not be computed anew.
         """
-        pipeline = layout.pipeline
-        n_stages = pipeline.pp * pipeline.stages_per_rank
-        layers = layers_of(self.base.model.n_layers, n_stages)
-        once = self._gathers_of(layout)
+        pipeline, (first, block, last) = layout.pipeline, self._gathers_of(layout)
         hiding = 0.5 * OVERLAPPED * split.microbatches * self._stages_of(split, layout.recompute, pipeline).layer.work
         found = []
-        for rank, edge in enumerate(every):
-            again, hidden = 0.0, True
-            times = unshards_of_rank(pipeline.schedule, pipeline.pp, n_stages, split.microbatches, rank)
-            for stage, count in times.items():
-                end = once[0] if stage == 0 else once[2] if stage == n_stages - 1 else 0.0
-                later = (count - 1) * (layers[stage] * once[1] + end)
-                again += later
-                hidden = hidden and later <= hiding * layers[stage]
+        repeated = repeats(self.base.model.n_layers, pipeline, split.microbatches)
+        for rank, (edge, (layers, most, at_first, at_last)) in enumerate(zip(every, repeated, strict=True)):
+            again, hidden = layers * block, most * block <= hiding
+            for (times, held), end in ((at_first, first), (at_last, last)):
+                again += times * end
+                hidden = hidden and times * (held * block + end) <= hiding * held
             if not hidden:
                 edge, again = edges(layout.of(self.base), self.hardware, rank).seconds, 0.0
             found.append(edge + SLOWED * again)
@@ -269,8 +298,9 @@ class Costs:
         """Seconds that no run of the schedule can be below.
 
         A rank cannot begin before its first stage's input has come down to it. Where backward is whole, the last
-        thing that it does is followed by the backwards of all stages before. The last stage has to see every
-        microbatch between the first one's way down and the last one's way up.
+        thing that it does is followed by the backwards of all stages before. Any stage has to see every microbatch,
+        going down or going up, between the first one's way to it and the last one's way from it; the last stage in
+        both directions, the one before it too, but for what the last does; any stage where all go down first.
         """
         key = (split, recompute, pipeline)
         found = self._makespans.get(key)
@@ -287,9 +317,14 @@ class Costs:
         over, send = self._shares(pipeline), self._send(split)
         layer, first, last = self._stages_of(split, recompute, pipeline)
         many, count = self.base.model.n_layers, split.microbatches
-        through = many * (layer.forward + layer.up) + first.forward + first.up + last.forward + last.up
-        ending = over.last * (layer.forward + layer.up) + last.forward + last.up
-        most = through + (count - 1) * ending + over.hops * send
+        both_ways = layer.forward + layer.up
+        through = many * both_ways + first.forward + first.up + last.forward + last.up + over.hops * send
+        ending = over.last * both_ways + last.forward + last.up
+        largest = over.most * (both_ways if pipeline.schedule in IN_TWO_PHASES else max(layer.forward, layer.up))
+        most = max(
+            through + (count - 1) * max(ending, largest),
+            through - ending - 2 * send + (count - 1) * over.before_last * both_ways,
+        )
         both = 0.0 if splits_backward(pipeline) else 1.0
         each, away = layer.forward + both * layer.up, (1 + both) * send
         beginning = first.forward + both * first.up
@@ -338,7 +373,7 @@ class Costs:
             layers = layers_of(self.base.model.n_layers, pipeline.pp * pipeline.stages_per_rank)
             if not v_shaped:
                 # A rank's stages cost together what one stage with all their layers does.
-                layers, layout = self._shares(pipeline).held, replace(layout, pipeline=Pipeline(pipeline.pp))
+                layers, layout = self._shares(pipeline).held, layout._replace(pipeline=Pipeline(pipeline.pp))
             found = self._all_edges[key] = tuple(self._edge(layout, layers, rank) for rank in range(pipeline.pp))
         return found
 

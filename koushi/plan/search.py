@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from typing import NamedTuple
 
 from koushi.hardware.hardware import Hardware
 from koushi.plan.layouts import (
@@ -36,7 +37,7 @@ SLOWEST = 1.25
 """Of the front: how many times as long as the fastest a step may take."""
 MISSES = 3
 """Layouts shown that would be faster but do not fit."""
-_REMEMBERED = 24
+_REMEMBERED = 64
 
 Degrees = tuple[int, int]
 """tp and pp."""
@@ -58,30 +59,33 @@ class SearchResult:
     """Pipelines simulated; layouts that only differ in how data parallel shards share one."""
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Layouts that share a division of devices and recompute."""
 
     split: Split
     recompute: Recompute
 
 
-@dataclass(frozen=True)
-class _Piped(_Group):
-    """That share a pipeline as well."""
+class _Piped(NamedTuple):
+    """Layouts that share a pipeline as well."""
 
+    split: Split
+    recompute: Recompute
     pipeline: Pipeline
 
 
-@dataclass(frozen=True)
-class _One(_Group):
+class _One(NamedTuple):
     """A single layout."""
 
+    split: Split
     layout: Layout
     memory: float
     """A bound."""
-    simulated: bool
-    """Whether all is known but gathers that repeat."""
+    exact: bool
+    """Whether the pipeline has been simulated."""
+
+
+_Item = _Group | _Piped | _One
 
 
 def search(question: Question, base: Workload, hardware: Hardware) -> SearchResult:
@@ -97,7 +101,7 @@ class _Search:
         self.costs = Costs(base, hardware)
         self.found = _Found()
         self._order = count()
-        self._heap: list[tuple[float, int, _Group]] = []
+        self._heap: list[tuple[float, int, _Item]] = []
 
     def run(self) -> SearchResult:
         costs = self.costs
@@ -118,7 +122,7 @@ class _Search:
         misses = self.found.misses(costs)
         return self.found.result(misses, legal_count(self.question), costs.simulated)
 
-    def _push(self, floor: float, item: _Group) -> None:
+    def _push(self, floor: float, item: _Item) -> None:
         if floor <= self.found.slowest_wanted:
             heappush(self._heap, (floor, next(self._order), item))
 
@@ -135,21 +139,30 @@ class _Search:
         for layout in spread(split, recompute, pipeline):
             memory = self.costs.memory_floor(split, layout)
             if memory > self.costs.capacity:
-                self.found.miss(memory, group_floor, layout)
+                if self.found.is_near_miss(memory):
+                    self.found.miss(memory, self.costs.layout_floor(split, layout), layout)
                 if not layout.reshard_after_forward:
                     return  # fewer shards are larger still, and gathered parameters that stay come last
             elif not self.found.is_beaten(group_floor, memory, layout):
                 floor = self.costs.layout_floor(split, layout)
                 if not self.found.is_beaten(floor, memory, layout):
-                    self._push(floor, _One(split, recompute, layout, memory, simulated=pipeline.pp == 1))
+                    self._push(floor, _One(split, layout, memory, exact=False))
 
     def _judge(self, one: _One, floor: float) -> None:
         """In the order of what each step costs; memory's bound gets closer with every rank."""
         costs, layout = self.costs, one.layout
         if self.found.is_beaten(floor, one.memory, layout):
             return
-        if not one.simulated:
-            self._push(costs.simulated_floor(one.split, layout), replace(one, simulated=True))
+        if not one.exact:
+            memory = one.memory
+            if not self.found.may_lead(floor, layout):
+                # Memory of one rank is quicker than the pipeline, and often enough to know better.
+                memory = max(memory, next(costs.memory_so_far(layout)))
+                if memory > costs.capacity:
+                    self.found.miss(memory, floor, layout)
+                    return
+            if not self.found.is_beaten(floor, memory, layout):
+                self._push(costs.simulated_floor(one.split, layout), one._replace(memory=memory, exact=True))
             return
         seconds = costs.seconds(one.split, layout)
         for memory in costs.memory_so_far(layout):
@@ -166,6 +179,8 @@ class _Found:
 
     def __init__(self) -> None:
         self.fastest: dict[Degrees, Scored] = {}
+        self._ranked: list[float] = []
+        """Seconds of the fastest of each, in order."""
         self.front: list[Scored] = []
         """By seconds; memory falls along it."""
         self.too_large: list[tuple[float, float, Layout]] = []
@@ -175,39 +190,44 @@ class _Found:
 
     def is_beaten(self, floor: float, memory: float, layout: Layout) -> bool:
         """Whether a layout of this memory that takes at least ``floor`` can change nothing."""
-        before = self.fastest.get(degrees_of(layout))
-        if before is None and floor <= self._last_ranked():
-            return False
-        if before is not None and floor <= before.seconds and floor <= self._last_ranked():
+        if self.may_lead(floor, layout):
             return False
         place = bisect_right(self.front, floor, key=lambda one: one.seconds)
         return place > 0 and self.front[place - 1].memory <= memory
+
+    def may_lead(self, floor: float, layout: Layout) -> bool:
+        """Whether a layout that takes at least ``floor`` may be the fastest of its tp and pp, and those be ranked."""
+        before = self.fastest.get(degrees_of(layout))
+        return floor <= self._last_ranked() and (before is None or floor <= before.seconds)
 
     def add(self, scored: Scored) -> None:
         degrees = degrees_of(scored.layout)
         before = self.fastest.get(degrees)
         if before is None or scored.rank < before.rank:
             self.fastest[degrees] = scored
+            self._ranked = sorted(one.seconds for one in self.fastest.values())
         if not any(one.seconds <= scored.seconds and one.memory <= scored.memory for one in self.front):
             kept = [one for one in self.front if one.seconds < scored.seconds or one.memory < scored.memory]
             self.front = sorted([*kept, scored], key=lambda one: one.rank)
         self.slowest_wanted = max(self._last_ranked(), SLOWEST * self.front[0].seconds)
 
     def _last_ranked(self) -> float:
-        if len(self.fastest) < BEST:
-            return inf
-        return sorted(one.seconds for one in self.fastest.values())[BEST - 1]
+        return self._ranked[BEST - 1] if len(self._ranked) >= BEST else inf
 
     def miss(self, memory: float, floor: float, layout: Layout) -> None:
         """Keep in mind a layout that is too large."""
-        if len(self.too_large) < _REMEMBERED or memory < self.too_large[-1][0]:
+        if self.is_near_miss(memory) and (not self.front or floor < self.front[0].seconds):
             insort(self.too_large, (memory, floor, layout))
             del self.too_large[_REMEMBERED:]
+
+    def is_near_miss(self, memory: float) -> bool:
+        """Whether no more than a few layouts that are too large are smaller."""
+        return len(self.too_large) < _REMEMBERED or memory < self.too_large[-1][0]
 
     def misses(self, costs: Costs) -> tuple[Scored, ...]:
         """The smallest of those kept in mind that are faster than the fastest that fits."""
         fastest = self.front[0].seconds if self.front else inf
-        wanted = [layout for _, floor, layout in self.too_large if floor < fastest][: 2 * MISSES]
+        wanted = [layout for _, floor, layout in self.too_large if floor < fastest][: MISSES + 1]
         judged = [Scored(layout, costs.step_seconds(layout), costs.memory(layout)) for layout in wanted]
         faster = (one for one in judged if one.seconds < fastest)
         return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from koushi.hardware.collective import span
 from koushi.plan.layouts import Layout, Question
 from koushi.plan.plan import Plan
 from koushi.plan.score import Scored
@@ -94,11 +95,12 @@ def _lost(plan: Plan, winner: Plan) -> str:
 
 def _crossing(plan: Plan, part: str) -> str:
     """Where exposed communication goes over the network."""
+    mesh = plan.workload.mesh
     name = part.removeprefix("exposed ")
-    for use in plan.submeshes:
-        if name == use.name and use.nodes > 1 and part != name:
-            return f" (crosses {use.nodes} nodes)"
-    return ""
+    if name == part or name not in mesh.names:
+        return ""
+    nodes = span(mesh, name, plan.hardware.inside.devices).domains
+    return f" (crosses {nodes} nodes)" if nodes > 1 else ""
 
 
 def _lack(plan: Plan) -> str:

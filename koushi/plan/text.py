@@ -76,7 +76,7 @@ def _time(job: Job, plan: Plan) -> list[str]:
     days = seconds * steps / 86_400
     tokens = count_text(plan.workload.tokens * steps)
     lines = [
-        f"time     {short(seconds)} a step ({short(seconds * (1 - bar.p90))} to {short(seconds * (1 + bar.p90))}: "
+        f"time     {short(seconds)} a step ({short(seconds * (1 - bar.p90))} to {short(seconds * (1 + bar.p90))}; "
         f"{_came_within(bar)})",
         f"speed    {count_text(time.tokens_per_second_per_device * plan.devices)} tokens/s, "
         f"{count_text(time.tokens_per_second_per_device)} per device; MFU {time.mfu:.1%} "
@@ -113,7 +113,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _came_within(bar: ErrorBar) -> str:
-    return f"9 in 10 of {bar.runs:,} published runs came within {bar.p90:.0%} of their plan"
+    return f"9 in 10 published runs came within {bar.p90:.0%} of their plan, as a mean of their sources"
 
 
 def _by_coordinate(memories: Sequence[Memory]) -> str:
@@ -181,18 +181,16 @@ def advice_text(before: Plan, advice: Advice) -> str:
             return ""
         if advice.devices is None:
             return "no layout of as many devices fits, nor a few times as many"
-        return f"no layout of as many devices fits; {advice.devices:,} would do: --gpus {advice.devices}"
+        flags = f"--gpus {advice.devices} --dp-shard {advice.dp_shard}"
+        return f"no layout of as many devices fits; {advice.devices:,} would do: {flags}"
     head = "what would make it faster" if before.fits else "what would make it fit"
     written = [" ".join(_argument(*one) for one in fix.values.items()) for fix in advice.fixes]
     width = min(60, max(len(text) for text in written))
     lines = [head]
     for fix, text in zip(advice.fixes, written, strict=True):
-        seconds = fix.plan.time.seconds
         note = f"  ({fix.note})" if fix.note else ""
-        lines.append(
-            f"  {text:<{width}}  {short(seconds):>8}  {seconds / before.time.seconds - 1:>+6.1%}  "
-            f"{gib(fix.plan.memory.device):>6} GiB{note}"
-        )
+        gain = f"{fix.seconds / before.time.seconds - 1:>+6.1%}"
+        lines.append(f"  {text:<{width}}  {short(fix.seconds):>8}  {gain}  {gib(fix.memory):>6} GiB{note}")
     return "\n".join(lines)
 
 
@@ -200,7 +198,7 @@ _FLAGS = {key: flag for flag, key in SHORT.items()}
 
 
 def _argument(key: str, value: object) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return f"{_FLAGS[key]} {text}" if key in _FLAGS else f"{key}={text}"
 
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ SMALL = """\
 model: {n_layers: 4}
 parallelism:
   data_parallel_shard_degree: 4   # of 4
-training: {seq_len: 256, global_batch_size: 16, microbatch_size: 4}
+training: {seq_len: 256, global_batch_size: 32, microbatch_size: 4}
 run: {hardware: h100-sxm-80gb}
 """
 
@@ -222,8 +221,28 @@ def test_a_plan_goes_into_a_pipe(small: str) -> None:
     assert "\x1b" not in done.stdout
 
 
-def keys_of(value: Any) -> Any:
-    """The shape of JSON, without its figures."""
-    if isinstance(value, dict):
-        return {key: keys_of(one) for key, one in value.items()}
-    return [keys_of(value[0])] if isinstance(value, list) and value else type(value).__name__
+def test_the_json_keeps_its_names(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small, "--pp", "2", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data) == [
+        "version",
+        "run",
+        "hardware",
+        "devices",
+        "layout",
+        "fits",
+        "memory",
+        "step",
+        "submeshes",
+        "advice",
+    ]
+    assert list(data["memory"]) == ["capacity", "room", "fullest", "error", "by_pp"]
+    assert {"seconds", "parts", "of_pp", "tokens_per_second_per_device", "mfu", "device_hours"} <= set(data["step"])
+    assert list(data["submeshes"][0]) == ["name", "groups", "degree", "ranks", "nodes", "link", "collectives"]
+    collective = data["submeshes"][0]["collectives"][0]
+    assert list(collective) == ["operation", "phase", "dtype", "bytes", "calls", "seconds", "exposed"]
+    assert list(data["advice"]) == ["changes", "devices_that_fit", "dp_shard_that_fits"]
+    assert run(small, "--search", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["version", "legal", "simulated", "best", "front", "too_large"]
+    assert list(found["best"][0]) == ["layout", "seconds", "memory"]

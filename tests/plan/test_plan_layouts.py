@@ -93,7 +93,7 @@ def test_legal_is_what_check_accepts(
 
 def _without_choice(layout: Layout) -> Layout:
     alone = layout.dp_replicate * layout.dp_shard == 1 and layout.pp == 1
-    return replace(layout, reshard_after_forward=True) if alone else layout
+    return layout._replace(reshard_after_forward=True) if alone else layout
 
 
 def test_a_layout_goes_in_and_out_of_a_workload(judge: Callable[[str], Callable[[Combination], Job | None]]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from koushi.hardware.hardware import Hardware, load
 from koushi.models.llama.sizes import LlamaSize
-from koushi.plan.layouts import Layout, Pipeline, Question, Split, layers_of, layouts, mesh_of
+from koushi.plan.layouts import Layout, Pipeline, Question, layers_of, layouts, mesh_of, split_of
 from koushi.plan.memory import every_rank
 from koushi.plan.room import moments, per_round, v_moments
 from koushi.plan.schedule import actions
@@ -26,12 +26,14 @@ WORLDS = {
     "roomy": (Question(SIZE, 4, 8, 4096, False), 80.0),
     "tight": (Question(SIZE, 8, 8, 4096, False), 24.0),
     "odd": (Question(replace(SIZE, n_layers=5, tie_embeddings=True), 6, 12, 2048, False), 17.0),
+    "deep": (Question(replace(SIZE, n_layers=13), 4, 8, 4096, False), 60.0),
+    "wide": (Question(replace(SIZE, n_layers=18), 32, 32, 4096, False), 30.0),
     "compiled": (Question(SIZE, 16, 8, 4096, True), 10.0),
 }
 
 
 worlds = pytest.mark.parametrize(
-    "world", ["roomy", "compiled", *(pytest.param(name, marks=pytest.mark.long) for name in ("tight", "odd"))]
+    "world", [pytest.param(name, marks=pytest.mark.long) if name == "wide" else name for name in WORLDS]
 )
 
 
@@ -50,12 +52,6 @@ def base_of(question: Question) -> Workload:
         microbatch_size=1,
         microbatches=question.global_batch_size,
     )
-
-
-def split_of(question: Question, layout: Layout) -> Split:
-    data_parallel = layout.dp_replicate * layout.dp_shard
-    samples = question.global_batch_size // data_parallel
-    return Split(layout.tp, layout.pp, data_parallel, layout.microbatch_size, samples // layout.microbatch_size)
 
 
 @cache
