@@ -94,7 +94,7 @@ def test_a_run_file_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended("chekc", DEBUG) == 2
     err = capsys.readouterr().err
-    assert "no such command: chekc; did you mean check? The commands are check, plan, train, verify" in err
+    assert "no such command: chekc; did you mean check? The commands are check, train, verify" in err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
