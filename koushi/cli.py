@@ -113,6 +113,7 @@ def plan(
         else:
             show_plan(run_path, overrides, gpus, hardware, as_json)
     finally:
+        gc.freeze()  # or the interpreter would go through all of it once more at its end
         gc.enable()
 
 
