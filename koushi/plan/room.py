@@ -126,15 +126,19 @@ class Room:
         self._kinds: dict[tuple[object, ...], _Kinds] = {}
         self._held: dict[tuple[int, int, int, bool, int], _Sizes] = {}
         self._ranks: dict[tuple[Split, Recompute, Pipeline, bool], tuple[tuple[float, float], ...]] = {}
+        self._elements: dict[int, int] = {}
         self._runtime: dict[tuple[bool, ...], int] = {}
         self._widths = tuple(DTYPE_BYTES[name] for name in (base.parameters, base.compute, base.reduce))
 
-    def split_floor(self, split: Split, recompute: Recompute, dp_shard: int) -> float:
+    def split_floor(self, split: Split, dp_shard: int) -> float:
         """Of every pipeline: the states of a rank that holds an even share."""
-        master = self._widths[0]
-        block, first, _, last = self._kinds_of(split, recompute).whole
-        even = (block * self.base.model.n_layers + first + last) / split.pp
-        return self._device(split, 3 * master * even / dp_shard)
+        elements = self._elements.get(split.tp)
+        if elements is None:
+            workload = replace(self.base, mesh=mesh_of(3, 1, split.data_parallel, split.tp), stage_layers=(1, 1, 1))
+            first, block, last = (units_of(workload, stage).total.whole for stage in range(3))
+            ends = first - block if self.base.model.tie_embeddings else first + last - 2 * block
+            elements = self._elements[split.tp] = block * self.base.model.n_layers + ends
+        return self._device(split, 3 * self._widths[0] * elements / split.pp / dp_shard)
 
     def floor(self, split: Split, layout: Layout) -> float:
         """Bytes that the fullest rank's device has taken at least."""
@@ -166,7 +170,8 @@ class Room:
     def _alone(self, split: Split, kinds: _Kinds, reshards: bool) -> tuple[float, float]:
         """As backward begins: states before data parallel cuts them, and what the whole model keeps of a microbatch."""
         layers, master = self.base.model.n_layers, self._widths[0]
-        whole = kinds.whole[0] * layers + kinds.whole[1] + kinds.whole[3]
+        output = 0 if self.base.model.tie_embeddings else kinds.whole[3]
+        whole = kinds.whole[0] * layers + kinds.whole[1] + output
         kept = kinds.kept[0] * layers + kinds.kept[1] + kinds.kept[3] - kinds.kept[2]
         unsharded = 0 if reshards or split.data_parallel == 1 else whole * self._widths[1]
         return 3.0 * master * whole, float(unsharded + max(0, kept))

@@ -31,7 +31,7 @@ from koushi.plan.layouts import (
 from koushi.plan.score import Costs, Scored
 from koushi.plan.workload import Recompute, Workload
 
-BEST = 5
+BEST = 4
 """Pairs of tp and pp that are ranked."""
 SLOWEST = 1.25
 """Of the front: how many times as long as the fastest a step may take."""
@@ -106,9 +106,10 @@ class _Search:
     def run(self) -> SearchResult:
         costs = self.costs
         for split in splits(self.question):
+            if costs.room.split_floor(split, split.data_parallel) > costs.capacity:
+                continue
             for recompute in MODES:
-                if costs.room.split_floor(split, recompute, split.data_parallel) <= costs.capacity:
-                    self._push(costs.split_floor(split, recompute), _Group(split, recompute))
+                self._push(costs.split_floor(split, recompute), _Group(split, recompute))
         while self._heap:
             floor, _, item = heappop(self._heap)
             if floor > self.found.slowest_wanted:

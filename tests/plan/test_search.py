@@ -119,7 +119,7 @@ def test_bounds_are_below_what_they_bound(world: str) -> None:
         )
         assert max(floors) <= one.seconds, layout
         assert costs.memory_floor(split, layout) <= one.memory, layout
-        assert costs.room.split_floor(split, layout.recompute, layout.dp_shard) <= one.memory, layout
+        assert costs.room.split_floor(split, layout.dp_shard) <= one.memory, layout
         assert costs.seconds(split, layout) == pytest.approx(one.seconds)
         if layout.pipeline.stages_per_rank <= MOST_UNSHARDED:
             assert floors[-1] == pytest.approx(one.seconds)
