@@ -141,7 +141,9 @@ def _pad_again(self: FSDPParam) -> None:
     local = padded = parameter._local_tensor
     if local.size() != self.padded_sharded_param_size:
         padded = local.new_zeros(self.padded_sharded_param_size)
-        parameter._local_tensor = padded.narrow(0, 0, local.size(0) if local.numel() else 0)
+        held = padded.narrow(0, 0, local.size(0) if local.numel() else 0)
+        held.copy_(local)
+        parameter._local_tensor = held
     self._sharded_param_data = padded.view(-1)
     self._sharding_spec = parameter._spec
 

@@ -9,8 +9,10 @@ from tiny import tiny_file, tiny_job
 from koushi.cli import main
 from koushi.dryrun import command
 from koushi.dryrun.agreement import agreement_text, disagreements
+from koushi.dryrun.audited import audit_job
 from koushi.dryrun.command import DEFAULT_HARDWARE, device_kind, hardware, run_dry
 from koushi.dryrun.extrapolate import whole
+from koushi.dryrun.ranks import rank_classes
 from koushi.traffic import Collective
 
 
@@ -90,3 +92,10 @@ def test_every_event_is_there_when_asked_for(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("koushi.dryrun.extrapolate.MOST_WORK", 10)
     found = run_dry(job, every_event=True)
     assert len(found.traces) == 1 and not found.traces[0].extrapolated
+
+
+def test_shards_that_are_padded_are_still_parameters(tmp_path: Path) -> None:
+    uneven = ("model.vocab_size=34", "model.dim=20", "model.n_heads=2", "model.n_kv_heads=1", "model.ffn_dim=26")
+    job = tiny_job(tmp_path, "--dp-shard", "4", *uneven, "precision.compute=bfloat16")
+    assert len(rank_classes(job)) > 1
+    assert audit_job(job, "cuda") == []
