@@ -21,7 +21,7 @@ from koushi.commands.group import RUN_FILE_SETTINGS, show, split
 )
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to explore instead.")
 @click.option("--open", "show_page", is_flag=True, help="With --html: show it in the browser.")
-@click.option("--hardware", metavar="NAME", help="What the page plans for.  [default: run.hardware]")
+@click.option("--hardware", metavar="NAME", help="Of the nodes, and what the page plans for.  [default: run.hardware]")
 @click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def mesh(
@@ -55,8 +55,8 @@ def mesh(
 
     if rank is None and (parameters or step is not None):
         raise click.UsageError("--parameter and --step explain one rank: add --rank R")
-    if html is None and (show_page or hardware is not None):
-        raise click.UsageError("--open and --hardware are of a page: add --html FILE")
+    if html is None and show_page:
+        raise click.UsageError("--open is of a page: add --html FILE")
     run_path, overrides = split(arguments)
     run_file = load(run_path, overrides)
     job = check(run_file, world)
@@ -65,7 +65,7 @@ def mesh(
 
         show(write_page(run_file, job, hardware, html, show_page))
         return
-    devices = node_size or devices_per_node(job)
+    devices = node_size or devices_per_node(job, hardware)
     if rank is None:
         text = mesh_text(job, devices)
     else:

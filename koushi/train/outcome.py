@@ -83,6 +83,7 @@ class Outcome:
         self._device = device
         self._folder = folder
         self._before = 0 if device.type == "cuda" else before
+        self._what = "reserved" if device.type == "cuda" else "resident, with what Python and gloo took meanwhile"
         self._waited, self._step = 0.0, 0
         self._seconds: list[float] = []
         self._sent: dict[str, float] = {}
@@ -137,5 +138,5 @@ class Outcome:
         return (
             f"predicted for {self._predicted['hardware']}: {seconds_text(self._predicted['step_seconds'])} a step, "
             f"{bytes_text(self._predicted['memory_bytes'])} at most on a rank; "
-            f"measured: {seconds_text(step)}, {bytes_text(memory)}"
+            f"measured: {seconds_text(step)}, {bytes_text(memory)} {self._what}"
         )

@@ -56,26 +56,27 @@ function showGantt(canvas, hint, key, layout) {
   if (layout.shape[0] === 1) { hint.textContent = word("noPipeline"); return; }
   hint.textContent = word("pipelineHint", { schedule: layout.schedule, microbatches: layout.microbatches, bubble: percent(layout.bubble) });
   if (!timeline) { hint.textContent += ` ${word("noTimeline")}`; return; }
+  const rows = timeline.map((text) => [...text.matchAll(/([FBIW])(\d+)@(\d+)\+(\d+)/g)].map(([, kind, ...numbers]) => [kind, ...numbers.map(Number)]));
   const row = 18, left = 34, width = Math.max(320, canvas.parentElement.clientWidth), ratio = window.devicePixelRatio || 1;
-  const wide = Math.max(width, Math.min(6000, left + timeline.rows[0].length * 7));
-  canvas.width = wide * ratio; canvas.height = (timeline.rows.length * row + 4) * ratio;
-  canvas.style.width = `${wide}px`; canvas.style.height = `${timeline.rows.length * row + 4}px`;
+  const wide = Math.max(width, Math.min(6000, left + rows[0].length * 7));
+  canvas.width = wide * ratio; canvas.height = (rows.length * row + 4) * ratio;
+  canvas.style.width = `${wide}px`; canvas.style.height = `${rows.length * row + 4}px`;
   canvas.setAttribute("aria-label", hint.textContent);
   const pen = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
   const colours = { F: style.getPropertyValue("--pp"), B: style.getPropertyValue("--tp"), I: style.getPropertyValue("--dp_replicate"), W: style.getPropertyValue("--dp_shard") };
   pen.scale(ratio, ratio);
   pen.font = "10px system-ui, sans-serif"; pen.textBaseline = "middle";
-  const scale = (wide - left - 2) / timeline.end;
-  timeline.rows.forEach((actions, index) => {
+  const scale = (wide - left - 2) / DATA.ticks;
+  rows.forEach((actions, index) => {
     const top = index * row + 2;
     pen.fillStyle = style.getPropertyValue("--cell"); pen.fillRect(left, top, wide - left - 2, row - 3);
     pen.fillStyle = style.getPropertyValue("--soft"); pen.fillText(`pp ${index}`, 0, top + row / 2);
-    for (const [kind, stage, microbatch, start, length] of actions) {
+    for (const [kind, microbatch, start, length] of actions) {
       const x = left + start * scale, span = Math.max(length * scale - .6, .6);
       pen.fillStyle = colours[kind]; pen.fillRect(x, top, span, row - 3);
       if (span > 11) { pen.fillStyle = "#fff"; pen.fillText(microbatch, x + 2, top + row / 2 - 1, span - 3); }
     }
   });
-  const kinds = new Set(timeline.rows.flat().map((action) => action[0]));
+  const kinds = new Set(rows.flat().map((action) => action[0]));
   key.replaceChildren(...word("ganttKey").filter(([kind]) => kinds.has(kind)).map(([kind, text]) => legend(colours[kind], text)));
 }

@@ -10,7 +10,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.job import Job
 from koushi.mesh import FOLDS, MESH_DIMS
 from koushi.models.llama.flops import parameter_count
-from koushi.report.page.figures import KINDS, figures
+from koushi.report.page.figures import KINDS, MOST_ACTIONS, MOST_ACTIONS_ELSEWHERE, TICKS, figures
 from koushi.report.page.layouts import choices, reach
 from koushi.report.page.parameters import shown_parameters
 from koushi.units import count_text
@@ -36,10 +36,14 @@ def page_data(run_file: RunFile, job: Job, hardware: Hardware) -> dict[str, Any]
     reached = list(reach(run_file, job))
     of = choices(job)
     base = next(one.key for one in reached if one.job is job)
-    layouts = {one.key: figures(one.job, hardware, one.job is job) for one in reached if one.job is not None}
+    layouts = {
+        one.key: figures(one.job, hardware, MOST_ACTIONS if one.job is job else MOST_ACTIONS_ELSEWHERE)
+        for one in reached
+        if one.job is not None
+    }
     return {
         "name": job.name,
-        "about": f"{job.model_name}, {count_text(parameter_count(job.size))} parameters, {world:,} devices {job.mesh}",
+        "about": f"{job.model_name}, {count_text(parameter_count(job.size))} parameters, {world:,} devices",
         "hardware": hardware.description,
         "nodeSize": min(hardware.devices_per_node, world),
         "world": world,
@@ -49,6 +53,7 @@ def page_data(run_file: RunFile, job: Job, hardware: Hardware) -> dict[str, Any]
         "layouts": layouts,
         "problems": {one.key: one.problem for one in reached if one.problem},
         "choices": of,
+        "ticks": TICKS,
         "kinds": [kind.replace("_", " ") for kind in KINDS],
         "parameters": shown_parameters(job, of["tp"]),
         "yaml": YAML_KEYS,

@@ -10,6 +10,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.job import Job
 from koushi.plan.memory import Memory
 from koushi.plan.plan import Plan, SubmeshUse, plan
+from koushi.plan.schedule import actions
 from koushi.plan.stage_time import pipeline
 from koushi.plan.workload import of_job
 
@@ -21,11 +22,15 @@ COMPUTE = ("ideal compute", "attention", "recompute", "optimizer")
 MOST_STAGES = 32
 """Memory bars of one layout; with more stages the first, the last and the fullest stand for all."""
 MOST_ACTIONS = 6000
-"""Of a timeline that is drawn."""
+"""Of a timeline that is drawn for the run file's own layout."""
+MOST_ACTIONS_ELSEWHERE = 600
+"""For the others, of which there are many."""
+TICKS = 4000
+"""Of a timeline: what its times are counted in."""
 
 
-def figures(job: Job, hardware: Hardware, timeline: bool) -> dict[str, Any]:
-    """Of ``job`` on ``hardware``; with its timeline where that is asked for, and can be drawn."""
+def figures(job: Job, hardware: Hardware, most_actions: int) -> dict[str, Any]:
+    """Of ``job`` on ``hardware``; with its timeline where that has at most so many actions."""
     planned = plan(of_job(job), hardware)
     time, mesh = planned.time, job.mesh
     return {
@@ -42,7 +47,7 @@ def figures(job: Job, hardware: Hardware, timeline: bool) -> dict[str, Any]:
         "memory": [_memory(planned, pp) for pp in _shown(planned)],
         "waterfall": [[name, _short(seconds), _shade(name)] for name, seconds in time.parts.items() if seconds > 0],
         "submeshes": {use.name: _submesh(use) for use in planned.submeshes},
-        "timeline": _timeline(planned) if timeline and mesh.degree("pp") > 1 else None,
+        "timeline": _timeline(planned, most_actions) if mesh.degree("pp") > 1 else None,
     }
 
 
@@ -84,15 +89,18 @@ def _submesh(use: SubmeshUse) -> Mapping[str, Any]:
     }
 
 
-def _timeline(planned: Plan) -> dict[str, Any] | None:
-    simulated = pipeline(planned.workload, planned.hardware)
-    if sum(len(actions) for actions in simulated.by_rank) > MOST_ACTIONS:
+def _timeline(planned: Plan, most_actions: int) -> list[str] | None:
+    """A row for every pipeline coordinate: kind, microbatch, start and length of each action, in TICKS of the whole."""
+    workload = planned.workload
+    orders = actions(workload.schedule, workload.mesh.degree("pp"), len(workload.stage_layers), workload.microbatches)
+    if sum(map(len, orders)) > most_actions:
         return None
-    rows = [
-        [
-            [action.kind, action.stage, action.microbatch, _short(start), _short(end - start)]
+    simulated = pipeline(workload, planned.hardware)
+    tick = simulated.makespan / TICKS
+    return [
+        " ".join(
+            f"{action.kind}{action.microbatch}@{round(start / tick)}+{round((end - start) / tick)}"
             for action, start, end in row
-        ]
+        )
         for row in simulated.by_rank
     ]
-    return {"end": _short(simulated.makespan), "rows": rows}

@@ -52,7 +52,7 @@ class Lattice {
 
   build() {
     const world = DATA.world, perNode = DATA.nodeSize, nodes = Math.ceil(world / perNode);
-    const least = world <= 256 ? 22 : world <= 1024 ? 14 : 8, gap = least > 12 ? 2 : 1, pad = least > 12 ? 5 : 2, between = 6;
+    const least = world <= 256 ? (this.width < 500 ? 16 : 22) : world <= 1024 ? 14 : 8, gap = least > 12 ? 2 : 1, pad = least > 12 ? 5 : 2, between = 6;
     const head = least > 12 ? 13 : 0;
     const columns = Math.min(perNode, Math.max(1, Math.floor((this.width - 2 * pad) / (least + gap))));
     const rows = Math.ceil(perNode / columns);
@@ -78,7 +78,7 @@ class Lattice {
         const rank = node * perNode + local;
         const left = x + pad + (local % columns) * (size + gap), top = y + pad + head + Math.floor(local / columns) * (size + gap);
         this.cells.push(draw("rect", { class: "cell", "data-rank": rank, x: left, y: top, width: size, height: size, rx: size > 12 ? 4 : 2 }, svg));
-        if (size >= 22) draw("text", { class: "number", x: left + size / 2, y: top + size / 2 + 3 }, svg, rank);
+        if (size >= 16) draw("text", { class: "number", x: left + size / 2, y: top + size / 2 + 3 }, svg, rank);
       }
     }
     svg.addEventListener("pointermove", (event) => this.point(event));

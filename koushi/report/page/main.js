@@ -59,7 +59,14 @@ function showFigures() {
   const figures = [["devices", DATA.world], ["step", secondsText(layout.step)], ["rate", Math.round(layout.rate).toLocaleString("en")],
     ["mfu", layout.mfu === null ? word("unknown") : percent(layout.mfu)], ["bubble", percent(layout.bubble)], ["peak", bytesText(peak)]];
   at("figures").replaceChildren(...figures.map(([key, value]) => element("div", { class: "figure", "data-figure": key }, element("b", {}, String(value)), element("span", {}, word(key)))),
-    element("div", { class: "figure" }, element("b", { class: layout.fits ? "good" : "bad", id: "fits" }, word(layout.fits ? "fits" : "fitsNot")), element("span", {}, DATA.hardware)));
+    element("div", { class: "figure" }, element("b", { class: layout.fits ? "good" : "bad", id: "fits" }, word(layout.fits ? "fits" : "fitsNot")), element("span", {}, lacking(layout) || DATA.hardware)));
+}
+
+// What a layout lacks, where and when; empty where it fits.
+function lacking(layout) {
+  if (layout.fits) return "";
+  const fullest = layout.memory.reduce((one, other) => (other.device > one.device ? other : one));
+  return word("lacks", { bytes: bytesText(fullest.device - layout.limit), pp: fullest.pp, moment: fullest.moment });
 }
 
 function showParameter() {
@@ -101,6 +108,7 @@ function choose(values) {
 }
 
 function showLayout() {
+  at("about").textContent = `${DATA.about} [${DATA.dims.map((dim, axis) => `${dim}=${state.layout.shape[axis]}`).join(", ")}]`;
   showFigures();
   lattice.svg && lattice.light();
   showRank();
@@ -116,7 +124,6 @@ function showAll() {
   for (const place of document.querySelectorAll("[data-word]")) place.textContent = word(place.dataset.word, { world: DATA.world });
   at("language").textContent = language === "en" ? "日本語" : "English";
   at("name").textContent = DATA.name;
-  at("about").textContent = DATA.about;
   showViews();
   if (lattice.width) lattice.build();
   makeSliders();

@@ -101,6 +101,13 @@ def _against(run: Measured) -> str:
     )
     hardware = escape(str(run.predicted["hardware"]))
     note = said("Predicted for ", "予測の対象: ") + hardware
+    if run.predicted["hardware"] == "cpu":
+        note += said(
+            ". On a CPU, predicted memory is that of tensors; measured is what the process grew by, with Python's and "
+            "gloo's own. Other work on the machine makes steps longer.",
+            "。CPU では、予測はテンソルのメモリ、実測は Python と gloo の分を含むプロセスの増分です。"
+            "ほかの仕事があればステップは長くなります。",
+        )
     return f'<section>{title}<p class="hint">{note}</p><table><tr>{head}</tr>{"".join(rows)}</table></section>'
 
 
@@ -155,5 +162,5 @@ def _ranks(run: Measured) -> str:
 
 def _rank_row(rank: int, place: str, waited: float, longest: float, memory: float) -> str:
     bar = f'<div class="track"><i style="width:{100 * waited / longest:.1f}%;background:var(--waste)"></i></div>'
-    cells: list[Any] = [rank, escape(place), seconds_text(waited), bar, bytes_text(memory)]
+    cells: list[Any] = [rank, escape(place), f"{waited:.3g} s", bar, bytes_text(memory)]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
