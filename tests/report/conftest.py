@@ -33,7 +33,7 @@ def jobs(tmp_path: Path) -> Jobs:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with chromium() as found:
         yield found
