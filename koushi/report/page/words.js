@@ -14,7 +14,7 @@ const WORDS = {
     time: "One step",
     timeHint: "From the time that the arithmetic would take at the device's peak rate to what is expected.",
     pipeline: "Pipeline",
-    pipelineHint: "{schedule}, {microbatches} microbatches: every row is a pipeline coordinate. ranks are idle {bubble} of the time, as a mean.",
+    pipelineHint: "{schedule}, {microbatches} microbatches: every row is a pipeline coordinate. Ranks are idle {bubble} of the time, as a mean.",
     noPipeline: "One stage: there is no pipeline to draw.",
     noTimeline: "It has too many actions to be drawn here.",
     ganttKey: [["F", "forward"], ["B", "backward"], ["I", "backward of inputs"], ["W", "backward of weights"]],
