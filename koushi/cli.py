@@ -6,17 +6,19 @@ Every command takes a run file and overrides of its values, in any order.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Literal, NoReturn
 
 import click
 
 from koushi import __version__
-from koushi.commands import see, start
+from koushi.commands import plans, see, start
 from koushi.commands.group import RUN_FILE_SETTINGS, Commands, explain_overrides, split
-from koushi.errors import KoushiError
+from koushi.errors import KoushiError, Stopped
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -221,13 +223,26 @@ def inspect(path: Path, tensors: bool) -> None:
     run(path, tensors)
 
 
-for _command in (see.mesh, see.config, start.init, start.launch, see.env):
+for _command in (
+    plans.plan,
+    plans.dry_run,
+    plans.hardware,
+    see.mesh,
+    see.config,
+    start.init,
+    start.launch,
+    see.report,
+    see.env,
+):
     commands.add_command(_command)
 explain_overrides(commands)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end the process with its exit code."""
+    before = signal.getsignal(signal.SIGTERM)
+    if "RANK" not in os.environ:  # a rank of torchrun's may wait in native code, where no handler runs
+        signal.signal(signal.SIGTERM, _stop)
     try:
         code = _run(arguments)
         if sys.stdout is not None:  # closed by the caller
@@ -236,7 +251,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # The reader has gone; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     sys.exit(code)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """A process that is asked to end says so."""
+    raise Stopped(number, signal.Signals(number).name)
 
 
 def _run(arguments: Sequence[str] | None) -> int:

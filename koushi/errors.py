@@ -93,3 +93,7 @@ class Stopped(KoushiError):
 
 class VerifyError(KoushiError):
     """A layout that does not train as one process does."""
+
+
+class AuditFailed(KoushiError):
+    """Collectives that break the rules of the lattice, every finding on a line of its own."""

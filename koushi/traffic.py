@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
+from koushi.units import bytes_text
+
+Operation = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv",
+    "broadcast", "reduce", "gather", "scatter", "barrier",
+]  # fmt: skip
+"""Those of the second line Koushi never uses in a step; the audit has to name them where it finds one."""
 Phase = Literal["start", "forward", "backward", "optimizer"]
 """start: before the first forward of a step. backward: with what is recomputed in it. optimizer: what follows
 the last backward: sums of copied and tied gradients, norm, update."""
@@ -47,6 +53,16 @@ class Collective:
 
 Traffic = Counter[Collective]
 """Calls of each kind by one rank in one training step."""
+
+
+def differences(predicted: Traffic, ran: Traffic) -> list[str]:
+    """Every kind of call of which there are not as many as predicted, with both counts, sub-mesh by sub-mesh."""
+    return [
+        f"{one.submesh}: {one.operation} of {bytes_text(one.bytes)} ({one.dtype}, {one.phase}): "
+        f"{predicted[one]} predicted, {ran[one]} ran"
+        for one in sorted(predicted.keys() | ran.keys())
+        if predicted[one] != ran[one]
+    ]
 
 
 ALLOWED: Mapping[str, frozenset[Operation]] = {

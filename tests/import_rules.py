@@ -6,6 +6,7 @@ Every rule is a function from a Tree to the violations it finds, as sentences.
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     3: ("models", "data", "optim", "loss", "plan", "job", "check"),
     4: ("parallel", "checkpoint"),
     5: ("train",),
-    6: ("verify", "dryrun", "report", "setup", "generate"),
+    6: ("verify", "dryrun", "report", "setup", "generate", "accuracy", "calibrate"),
     7: ("commands", "cli", "__main__"),
 }
 """The parts of the package, the first piece of a module's name, by layer."""
@@ -40,6 +41,7 @@ WITHOUT_TORCH = (
     "plan",
     "job",
     "check",
+    "accuracy",
     "report",
     "setup",
 )
@@ -205,27 +207,25 @@ def torch_behind(tree: Tree) -> list[str]:
     """Modules that must not import torch and do, themselves or through another."""
     found = []
     for module in without_torch(tree):
-        way = way_to_torch(tree, module, ())
+        way = way_to_torch(tree, module)
         if way:
             found.append(f"{module.name}: imports torch through {' -> '.join(way)}")
     return found
 
 
-def way_to_torch(tree: Tree, module: Module, seen: tuple[str, ...]) -> tuple[str, ...]:
-    """The chain of modules from ``module`` to one that imports torch; empty if there is none."""
-    if module.name in seen:
-        return ()
-    way = (*seen, module.name)
-    if any(each.target.split(".")[0] == "torch" and not each.for_types_only for each in module.imports):
-        return way
-    return next(
-        (
-            found
-            for each, target in tree.inner(module)
-            if not each.for_types_only and (found := way_to_torch(tree, target, way))
-        ),
-        (),
-    )
+def way_to_torch(tree: Tree, module: Module) -> tuple[str, ...]:
+    """The shortest chain of modules from ``module`` to one that imports torch; empty if there is none."""
+    ways = {module.name: (module.name,)}
+    waiting = deque([module])
+    while waiting:
+        here = waiting.popleft()
+        if any(each.target.split(".")[0] == "torch" and not each.for_types_only for each in here.imports):
+            return ways[here.name]
+        for each, target in tree.inner(here):
+            if not each.for_types_only and target.name not in ways:
+                ways[target.name] = (*ways[here.name], target.name)
+                waiting.append(target)
+    return ()
 
 
 def circles(tree: Tree) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -169,6 +172,22 @@ def test_ctrl_c_ends_with_130_and_no_traceback(
     stop(monkeypatch, KeyboardInterrupt())
     assert ended("train", DEBUG) == 130
     assert capsys.readouterr().err.strip() == ""
+
+
+def test_sigterm_before_training_ends_with_143_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(path: Path, overrides: Sequence[str], max_restarts: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    module = ModuleType("koushi.train.command")
+    module.__dict__["train"] = run
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = signal.getsignal(signal.SIGTERM)
+    assert ended("train", DEBUG) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "stopped by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

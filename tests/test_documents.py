@@ -169,6 +169,23 @@ def test_checks_print_what_is_shown(document: str, here: Path, capsys: pytest.Ca
 
 
 @readme
+def test_plans_print_what_is_shown(document: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = 0
+    for block in blocks(document, "console"):
+        line, _, output = block.text.partition("\n")
+        if not line.startswith("$ koushi plan"):
+            continue
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(line)[2:])
+        printed = capsys.readouterr()
+        assert (ended.value.code, printed.err) == (0, "")
+        parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", output, flags=re.M)]
+        assert re.fullmatch(r"(?:.*\n)+".join(parts), printed.out), printed.out
+        shown += 1
+    assert shown == 2
+
+
+@readme
 def test_run_files_are_accepted(document: str, here: Path) -> None:
     accepted = [block for block in blocks(document, "yaml") if not block.text.startswith("# wrong.yaml")]
     assert len(accepted) == len(blocks(document, "yaml")) - 1 >= 3

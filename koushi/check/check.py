@@ -101,7 +101,10 @@ def _resolved(facts: Facts) -> JobConfig:
             else _from_anywhere(facts.base, facts.tokenizer),
         }
     )
-    return config.model_copy(update={"parallelism": parallelism, "model": model, "data": data})
+    run = config.run
+    if run.hardware is not None:
+        run = run.model_copy(update={"hardware": training_rules.hardware_place(run.hardware, facts.base)})
+    return config.model_copy(update={"parallelism": parallelism, "model": model, "data": data, "run": run})
 
 
 def _from_anywhere(base: Path, path: str | None) -> str | None:

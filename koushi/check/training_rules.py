@@ -18,6 +18,8 @@ from koushi.check.rule import (
     listed,
     multiples_near,
 )
+from koushi.errors import ConfigError
+from koushi.hardware.hardware import load
 
 _PRECISION = ("precision.parameters", "precision.compute", "precision.reduce")
 
@@ -111,6 +113,30 @@ def _tensorboard(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _hardware(facts: Facts) -> Iterator[Finding]:
+    name = facts.config.run.hardware
+    if name is None:
+        return
+    try:
+        load(hardware_place(name, facts.base))
+    except ConfigError as error:
+        for problem in error.problems:
+            if problem.key == "hardware":
+                yield Finding(("run.hardware",), f"is {name!r}, and no hardware is called that", problem.legal)
+            else:
+                inside = f"{problem.key}: " if problem.key else ""
+                yield Finding(("run.hardware",), f"{problem.where}: {inside}{problem.what}", problem.legal)
+
+
+def hardware_place(name: str, base: Path) -> str:
+    """The name of hardware as it is, a file's path from the run file's folder ``base``."""
+    try:
+        path = base / Path(name).expanduser()
+    except RuntimeError:  # the home of a user that there isn't
+        return name
+    return str(path.absolute()) if path.suffix in (".yaml", ".yml") or path.is_file() else name
+
+
 def _folder(facts: Facts) -> Iterator[Finding]:
     folder = facts.config.run.folder
     if folder is None:
@@ -132,4 +158,5 @@ RULES = (
     Rule(("run.resume",), _resume),
     Rule(("metrics.tensorboard",), _tensorboard),
     Rule(("run.folder",), _folder),
+    Rule(("run.hardware",), _hardware),
 )

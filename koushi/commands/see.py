@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from koushi.commands.group import RUN_FILE_SETTINGS, show, split
@@ -12,41 +14,62 @@ from koushi.commands.group import RUN_FILE_SETTINGS, show, split
 @click.option("--parameter", "parameters", multiple=True, metavar="NAME", help="With --rank: its slice of NAME.")
 @click.option("--step", type=int, metavar="N", help="With --rank: the samples it reads in step N.  [default: 1]")
 @click.option(
-    "--node-size", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Devices of one node."
+    "--node-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Devices of one node.  [default: those of the hardware, or 8]",
 )
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to explore instead.")
+@click.option("--open", "show_page", is_flag=True, help="With --html: show it in the browser.")
+@click.option("--hardware", metavar="NAME", help="Of the nodes, and what the page plans for.  [default: run.hardware]")
 @click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def mesh(
     rank: int | None,
     parameters: tuple[str, ...],
     step: int | None,
-    node_size: int,
+    node_size: int | None,
+    html: Path | None,
+    show_page: bool,
+    hardware: str | None,
     world: int | None,
     arguments: tuple[str, ...],
 ) -> None:
     """Draw the lattice: nodes, ranks, groups and links.
 
     Of many nodes that are alike the first and the last are drawn. With --rank: one rank's groups, stages,
-    samples and parts of parameters.
+    samples and parts of parameters. With --html: a page with all of them, what the layout costs, and sliders
+    for the degrees.
 
     \b
     Example:
       koushi mesh examples/llama_128.yaml
       koushi mesh examples/llama_128.yaml --rank 37 --parameter output.weight
+      koushi mesh examples/llama3_70b.yaml --html lattice.html --open
     """
     from koushi.check.check import check
     from koushi.config.load import load
     from koushi.report.mesh_text import mesh_text
+    from koushi.report.nodes import devices_per_node
     from koushi.report.rank_text import rank_text
 
     if rank is None and (parameters or step is not None):
         raise click.UsageError("--parameter and --step explain one rank: add --rank R")
+    if html is None and show_page:
+        raise click.UsageError("--open is of a page: add --html FILE")
     run_path, overrides = split(arguments)
-    job = check(load(run_path, overrides), world)
+    run_file = load(run_path, overrides)
+    job = check(run_file, world)
+    if html is not None:
+        from koushi.report.page.command import write_page
+
+        show(write_page(run_file, job, hardware, html, show_page))
+        return
+    devices = node_size or devices_per_node(job, hardware)
     if rank is None:
-        text = mesh_text(job, node_size)
+        text = mesh_text(job, devices)
     else:
-        text = rank_text(job, rank, node_size, parameters, 1 if step is None else step)
+        text = rank_text(job, rank, devices, parameters, 1 if step is None else step)
     show(text)
 
 
@@ -102,3 +125,21 @@ def env(gpu: bool) -> None:
 
         devices = devices_text()
     show(environment_text(devices))
+
+
+@click.command()
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="[default: report.html in the folder]")
+@click.option("--open", "show_page", is_flag=True, help="Show it in the browser.")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="RUN_FOLDER")
+def report(folder: Path, html: Path | None, show_page: bool) -> None:
+    """Write a page of what a run measured, against what was predicted.
+
+    Loss and gradient norm, tokens/s, memory, bytes and step time, and the ranks that the others wait for.
+
+    \b
+    Example:
+      koushi report runs/debug --open
+    """
+    from koushi.report.run.command import report as run
+
+    show(run(folder, html, show_page))

@@ -222,8 +222,18 @@ class Run(Section):
     """Seconds after SIGTERM in which a run with checkpoints finishes its step, saves and exits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch sees a GPU, else cpu."""
+    hardware: str | None = None
+    """What ``koushi plan`` assumes: a name that ``koushi hardware`` knows, or a file, relative to the run file."""
     timeout: Annotated[float, Field(ge=1, le=604_800, allow_inf_nan=False)] = 600.0
     """Seconds that a collective may take before the run is given up."""
+
+
+class Debug(Section):
+    """Watching a run at work."""
+
+    audit: Flag = False
+    """Whether a run's first step is watched, and its collectives compared with those that were planned. That step
+    is not compiled."""
 
 
 class JobConfig(Section):
@@ -240,3 +250,4 @@ class JobConfig(Section):
     metrics: Metrics = Metrics()
     checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()
+    debug: Debug = Debug()

@@ -114,9 +114,9 @@ def read(path: Path) -> Tree:
     Duplicate keys and values that YAML has but a run file cannot hold are in ``found``; raises
     ConfigError when the file as a whole cannot be read.
     """
-    text = _read_text(path)
+    text = read_text(path)
     try:
-        node = _compose(text)
+        node = root_of(text)
     except RecursionError:
         raise _refusal(Place.in_file(path), "is nested too deeply", f"at most {MAX_DEPTH} levels are read") from None
     except ReaderError as error:
@@ -147,7 +147,7 @@ def scalar(text: str) -> Scalar:
 def flow(text: str) -> Tree:
     """A quoted or bracketed YAML value, under the key ``value``; raises ValueError when it is not valid YAML."""
     try:
-        node = _compose(text)
+        node = root_of(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except MarkedYAMLError as error:
@@ -161,7 +161,8 @@ def flow(text: str) -> Tree:
     return reader.tree
 
 
-def _compose(text: str) -> Node | None:
+def root_of(text: str) -> Node | None:
+    """The YAML nodes of ``text``, None where it holds nothing; raises what ruamel.yaml raises."""
     with warnings.catch_warnings():
         # An anchor that is written twice is legal; the nearest one above counts.
         warnings.simplefilter("ignore", ReusedAnchorWarning)
@@ -264,7 +265,8 @@ def _convert(tag: str, text: str) -> Scalar:
     return text
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a run file; raises ConfigError where it cannot be read."""
     place = Place.in_file(path)
     try:
         about = path.stat()

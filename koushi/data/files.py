@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import itertools
+import os
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,6 +19,9 @@ SUFFIXES = {
 }
 """What is taken from a folder. A file named outright, or by a glob, may be called anything."""
 
+MOST_ENTRIES = 100_000
+"""Files and folders that are looked through for ``data.path``, which may be as wide as ``/**/*``."""
+
 READ_WHOLE = 1 << 22
 """Bytes. Sources up to this size, all together, are told apart by content, larger ones by path, size and time."""
 
@@ -29,6 +34,7 @@ def source_files(data: Data, base: Path) -> list[Path]:
         raise DataError(f"data.path: empty; data.source: {data.source} needs a file, a folder or a glob")
     path = base / Path(data.path).expanduser()
     if path.is_dir():
+        _refuse_endless(path)
         found = [file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in suffixes]
         found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         if not found:
@@ -36,10 +42,32 @@ def source_files(data: Data, base: Path) -> list[Path]:
     elif path.exists():
         found = [path]
     else:
+        _refuse_endless_glob(path)
         found = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
         if not found:
             raise DataError(f"data.path: no file matches {path}; give a file, a folder with {usual} files, or a glob")
     return sorted(found, key=lambda file: file.as_posix())
+
+
+def _refuse_endless_glob(pattern: Path) -> None:
+    """As ``_refuse_endless`` for what a glob looks through: links too, and no deeper than it has parts."""
+    plain = tuple(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+    levels = None if "**" in pattern.parts else len(pattern.parts) - len(plain)
+    _refuse_endless(Path(*plain), levels, links=True)
+
+
+def _refuse_endless(folder: Path, levels: int | None = None, links: bool = False) -> None:
+    """Raise DataError where too much lies below ``folder`` to look through."""
+    count, above = 0, len(folder.parts)
+    for here, folders, files in os.walk(folder, followlinks=links):
+        count += len(folders) + len(files)
+        if count > MOST_ENTRIES:
+            raise DataError(
+                f"data.path: more than {MOST_ENTRIES:,} files and folders to look through below {folder}; name a "
+                "folder further down, or join the documents in fewer files"
+            )
+        deep = levels is not None and len(Path(here).parts) - above + 1 >= levels
+        folders[:] = [] if deep else [name for name in folders if not name.startswith(".")]
 
 
 def files_signature(files: list[Path]) -> list[str]:

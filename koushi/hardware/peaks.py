@@ -1,26 +1,28 @@
-"""Peak dense bf16 rates of accelerators, for model FLOPs utilisation. No torch.
-
-Vendors' datasheets, dense (no sparsity). A part whose rate is not here has no utilisation printed.
-"""
+"""The hardware that a run finds itself on, by what torch calls its device. No torch."""
 
 from __future__ import annotations
 
-PEAK_BF16_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "MI300X": 1307e12,
-}
+from koushi.hardware.hardware import Hardware, load, names
+
+
+def hardware_of(device_name: str) -> Hardware | None:
+    """The shipped hardware whose part torch calls ``device_name``; None where no file knows it."""
+    if not device_name:
+        return None
+    matches = {
+        word: hardware
+        for hardware in map(load, names())
+        for word in hardware.device_names
+        if all(piece in device_name for piece in word.split())
+    }
+    return matches[max(matches, key=len)] if matches else None
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak of the part that torch calls ``device_name``, in FLOP/s; None where it isn't known.
+    """Dense bf16 FLOP/s of the part that torch calls ``device_name``, for model FLOPs utilisation.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0
     """
-    matches = [name for name in PEAK_BF16_FLOPS if all(word in device_name for word in name.split())]
-    return PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
+    hardware = hardware_of(device_name)
+    return None if hardware is None else hardware.chip.peak("bfloat16")

@@ -8,11 +8,14 @@ all-to-all moves the same bytes in one exchange.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from koushi.parallel import arrivals
 
 # Private: the functional collectives. The public ones write into a buffer, which a replayed forward
 # would leave empty where selective recompute has kept the operator's output.
@@ -69,11 +72,26 @@ def _resized(x: Tensor, dim: int, size: int) -> Tensor:
     return x.new_empty(*x.shape[:dim], size, *x.shape[dim + 1 :])
 
 
-_library.impl("all_gather", _all_gather_cpu, "CPU")
-_library.impl("all_gather", _all_gather_cuda, "CUDA")
+_Run = Callable[[Tensor, int, int, str], Tensor]
+
+
+def _noted(operation: str, run: _Run) -> _Run:
+    """``run``, which the book sees: these calls do not go through a ProcessGroup's own methods."""
+
+    def call(x: Tensor, dim: int, degree: int, group: str) -> Tensor:
+        mark = arrivals.begin(group, operation, x.nbytes * (degree if operation == "all_gather" else 1))
+        result = run(x, dim, degree, group)
+        arrivals.end(mark)
+        return result
+
+    return call
+
+
+_library.impl("all_gather", _noted("all_gather", _all_gather_cpu), "CPU")
+_library.impl("all_gather", _noted("all_gather", _all_gather_cuda), "CUDA")
 _library.impl("all_gather", lambda x, dim, degree, group: _resized(x, dim, x.shape[dim] * degree), "Meta")
-_library.impl("reduce_scatter", _reduce_scatter_cpu, "CPU")
-_library.impl("reduce_scatter", _reduce_scatter_cuda, "CUDA")
+_library.impl("reduce_scatter", _noted("reduce_scatter", _reduce_scatter_cpu), "CPU")
+_library.impl("reduce_scatter", _noted("reduce_scatter", _reduce_scatter_cuda), "CUDA")
 _library.impl("reduce_scatter", lambda x, dim, degree, group: _resized(x, dim, x.shape[dim] // degree), "Meta")
 
 

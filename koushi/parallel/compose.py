@@ -129,7 +129,10 @@ class ParallelModel:
 
 
 def build(job: Job, world_mesh: DeviceMesh, device: torch.device) -> ParallelModel:
-    """The job's model on ``world_mesh``, with its initial weights: drawn, or those of ``model.hf``."""
+    """The job's model on ``world_mesh``, with its initial weights: drawn, or those of ``model.hf``.
+
+    On the meta device it has shapes and no weights.
+    """
     config, mesh = job.config, job.mesh
     with torch.device("meta"):
         model = Llama(job.size, config.training.seq_len).to(DTYPES[config.precision.parameters])
@@ -138,17 +141,22 @@ def build(job: Job, world_mesh: DeviceMesh, device: torch.device) -> ParallelMod
         part.to_empty(device=device)
         part.tie()
     parameters = local_parameters(parts, job, mesh.coordinate(dist.get_rank()))
-    if config.model.hf is None:
-        fill(parameters, config.training.seed)
-    else:
-        with HfWeights(Path(config.model.hf)) as weights:
-            fill_from(weights, parameters)
+    if device.type != "meta":  # where a dry run builds, there is nothing to fill
+        _set_initial(parameters, config)
     loss = GlobalLoss(world_mesh["tp"] if mesh.degree("tp") > 1 else None)
     schedule = None
     if mesh.degree("pp") > 1:
         schedule = pipeline.apply(parts, world_mesh["pp"], pipeline_options(job, device), loss)
     groups = {name: world_mesh[name].get_group() for name in mesh.names if mesh.degree(name) > 1}
     return ParallelModel(parts, parameters, loss, schedule, groups, tied_ends(job))
+
+
+def _set_initial(parameters: list[LocalParameter], config: JobConfig) -> None:
+    if config.model.hf is None:
+        fill(parameters, config.training.seed)
+        return
+    with HfWeights(Path(config.model.hf)) as weights:
+        fill_from(weights, parameters)
 
 
 def pipeline_options(job: Job, device: torch.device) -> pipeline.Pipeline:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from koushi.errors import TrainingError
 from koushi.mesh import MeshSpec
+from koushi.parallel.arrivals import START, name_groups, open_book
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,10 @@ class ParallelDims:
         return build_mesh(self.spec, device_type)
 
 
-def build_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
+def build_mesh(spec: MeshSpec, device_type: str, timeout: float | None = None) -> DeviceMesh:
     """One DeviceMesh of the whole world, every dim of ``spec`` in it, also those of degree 1.
+
+    ``timeout`` is how many seconds a collective on any of its groups may take; the world's own does not count there.
 
     Raises TrainingError when the started world is not the mesh's: torch would take a larger one silently.
     """
@@ -50,7 +55,12 @@ def build_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
             f"the mesh {spec} needs {spec.world_size} processes, but {started} were started; "
             f"start {spec.world_size}, or change the degrees"
         )
-    return init_device_mesh(device_type, spec.shape, mesh_dim_names=spec.names)
+    world_mesh = init_device_mesh(device_type, spec.shape, mesh_dim_names=spec.names)
+    if timeout is not None:
+        for group in world_mesh.get_all_groups():
+            group.set_timeout(timedelta(seconds=timeout))
+    name_groups({name: world_mesh.get_group(name) for name in spec.names if spec.degree(name) > 1})
+    return world_mesh
 
 
 def destroy_mesh(world_mesh: DeviceMesh) -> None:
@@ -78,20 +88,61 @@ def resolve_device(choice: str) -> str:
 
 
 def init_process_group(device: torch.device, timeout: float) -> None:
-    """Join the world that the launcher's environment variables describe."""
+    """Join the world that the launcher's environment variables describe.
+
+    Raises TrainingError where not all its ranks come within ``timeout`` seconds.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend, patience = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: dist.Store | None = None
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agents' store outlives the ranks of the starts before, and still holds their addresses.
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
+        )
+        if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+            start = agree_on_start(store, rank, world, timeout)
+        store = dist.PrefixStore(f"start-{start}", store)
+    os.environ[START] = start
+    if world > 1:
+        open_book(rank)
+    if store is None:
         dist.init_process_group(backend, timeout=patience)
-        return
-    # The agent's store has outlived the ranks of the last attempt, and still holds their addresses.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"attempt-{attempt}", store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=patience,
-    )
+    else:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+
+
+def agree_on_start(store: dist.Store, rank: int, world: int, timeout: float) -> str:
+    """A name that the ranks of this start share, and that none before had. For several nodes, whose agents count
+    restarts each on its own.
+
+    Rank 0 makes the name. Another rank asks under a name of its own, so that it takes no answer to a rank before it;
+    rank 0 answers until it is heard, so that it takes no rank before for one that is there. Raises TrainingError on
+    rank 0 where one has not asked in ``timeout`` seconds, DistStoreError on one that rank 0 has not answered.
+    """
+    mine = uuid4().hex
+    if rank > 0:
+        store.set(f"asked/{rank}", mine)
+        name = store.get(f"answer/{mine}").decode()
+        store.set(f"heard/{mine}/{name}", "")
+        return name
+    missing, end = set(range(1, world)), time.monotonic() + timeout
+    while missing:
+        for other in sorted(missing):
+            if not store.check([f"asked/{other}"]):
+                continue
+            asked = store.get(f"asked/{other}").decode()
+            store.set(f"answer/{asked}", mine)
+            if store.check([f"heard/{asked}/{mine}"]):
+                missing.remove(other)
+        if missing and time.monotonic() > end:
+            first = ", ".join(str(one) for one in sorted(missing)[:8]) + (", ..." if len(missing) > 8 else "")
+            raise TrainingError(
+                f"after {timeout:.0f} s (run.timeout) {len(missing)} of {world} ranks have not joined: {first}; see "
+                "whether their node has started, and reaches this one"
+            )
+        time.sleep(0.02 if missing else 0)
+    return mine

@@ -56,6 +56,8 @@ class System:
 
     sequence_parallel: bool = True
     """Whether activations between tp regions are cut along the sequence."""
+    keeps_gathered: bool = True
+    """Whether what a tp region has gathered is kept for backward; else it is gathered again, as Megatron does."""
     loss_parallel: bool = True
     """Whether logits stay cut along the vocabulary."""
     sharding: Literal["fsdp", "optimizer", "none"] = "fsdp"
@@ -63,14 +65,59 @@ class System:
     data-parallel ranks); nothing."""
     separate_masters: bool = False
     """Whether parameters in the compute dtype are kept besides the masters, as Megatron does."""
+    gradients_at_once: bool = True
+    """Whether a weight's gradient is added to the step's as soon as it is made, where ``sharding`` is not fsdp; else
+    after a microbatch's whole backward, as nanotron does."""
     flash_attention: bool = True
     """Whether attention scores stay out of memory."""
+    attention_kernel: Literal["flash1", "flash2", "flash3"] = "flash2"
+    """Which generation of fused attention: before FlashAttention-2 (Triton's of 2023 too), it (torch's own), or
+    FlashAttention-3 and cuDNN's on Hopper and later."""
+    newest_libraries: bool = False
+    """Whether matmuls run on the vendor's newest libraries, as in its containers; else on those of a torch release."""
+    gathers_float8: bool = False
+    """Whether FSDP gathers the linear layers' weights in float8."""
     fused: bool = False
     """Whether elementwise work is fused, by a compiler or by hand."""
     float8: bool = False
     """Whether the linear layers multiply in float8."""
+    sequence_first: bool = False
+    """Whether a microbatch's activations lie sequence first, so that cutting them along it copies nothing."""
+    blocking_sends: bool = False
+    """Whether a rank waits until what it sends to the next stage has arrived."""
     overlap_data_parallel: bool = True
     overlap_tensor_parallel: bool = False
+    buffers_every_microbatch: bool = True
+    """Whether a stage holds a receive buffer for every microbatch of the step, as torch's does; else one each way."""
+    blocking_launches: bool = False
+    """Whether the host waits for every kernel (CUDA_LAUNCH_BLOCKING), so that nothing hides what it does between."""
+    stops_early: bool = True
+    """Whether full recompute ends with the last tensor that backward needs, as torch's without reentry does; else a
+    block's whole forward is done again, with its last matmul and collective."""
+    copies: float = 0.0
+    """Bytes per parameter of a rank that are held besides: the buckets of torch's DistributedDataParallel, gradients
+    zeroed and not freed, parameters from before they were laid out flat."""
+    own_streams: bool = True
+    """Whether FSDP's collectives allocate on streams of their own, as ``fully_shard``'s do; traced ones don't."""
+    other_bytes: int = 0
+    """What a GPU holds throughout besides: buckets that collectives go through, kernels loaded ahead of use."""
+    flat_update: float = 0.0
+    """Bytes per updated parameter that the update lays out in flat buffers, too large for what activations left
+    behind: DeepSpeed's gradients in float32 and flattened."""
+    recompute_share: float = 1.0
+    """Share of the layers that recompute at all."""
+    kept_matmuls: float = 1.0
+    """Share of the matmuls whose outputs selective recompute keeps."""
+    fused_projections: bool = False
+    """Whether query, key and value are one matmul, and both inner ones of a gated feed-forward."""
+    host_operations: float = 0.0
+    """What the host issues for one block's forward, and as much again for its backward; 0: as Koushi does."""
+    distributed_loss: bool = False
+    """Whether the loss of logits cut along the vocabulary is torch's ``loss_parallel``, which makes two more arrays."""
+    compiled_loss: bool = False
+    """Whether a compiler makes one kernel of the loss, which reads the logits and writes their gradient."""
+    loss_chunks: int = 1
+    """Pieces of the sequence that logits and loss are computed in, one after the other."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from koushi.hardware.hardware import load
+from koushi.job import Job
 from koushi.mesh import MeshSpec
 
 
@@ -62,3 +64,9 @@ class Nodes:
         if len(reached) == 1:
             return texts[next(iter(reached))]
         return ", ".join(f"{reached[nodes]} {texts[nodes]}" for nodes in sorted(reached))
+
+
+def devices_per_node(job: Job, hardware: str | None = None) -> int:
+    """Of ``hardware``, or of what the run file names; 8 where neither is there. Raises ConfigError."""
+    name = hardware or job.config.run.hardware
+    return 8 if name is None else load(name).devices_per_node

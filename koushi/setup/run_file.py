@@ -102,6 +102,8 @@ def _values(model: str, mesh: MeshSpec) -> Values:
         "metrics.tensorboard": DEFAULT,
         "checkpoint.keep_last": DEFAULT,
         "checkpoint.keep_every": DEFAULT,
+        "run.hardware": Example("h100-sxm-80gb"),
+        "debug.audit": DEFAULT,
         "run.folder": Example("runs/mine"),
         "run.resume": DEFAULT,
         "run.grace": DEFAULT,

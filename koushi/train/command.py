@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -20,7 +21,7 @@ from koushi.models.llama.flops import parameter_count
 from koushi.parallel.device_mesh import resolve_device
 from koushi.train.claim import claimed
 from koushi.train.launch import launch
-from koushi.train.resume import RunPlace, finished, run_place
+from koushi.train.resume import RunPlace, finished, run_place, without_hf_folder
 from koushi.train.room import refuse_too_large
 from koushi.train.trainer import train_rank
 from koushi.units import count_text, counted
@@ -28,11 +29,13 @@ from koushi.units import count_text, counted
 
 def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> None:
     """Train the run file at ``path`` on its mesh, from its newest checkpoint. Raises KoushiError."""
-    run_file = load(path, overrides)
+    leads = int(os.environ.get("RANK", "0")) == 0
+    run_file, mended = without_hf_folder(load(path, overrides))
     job = check(run_file, started_world(run_file))
+    if mended and leads:
+        print(mended, file=sys.stderr)
     place = run_place(job)
     folder = place.folder
-    leads = int(os.environ.get("RANK", "0")) == 0
     step = finished(job, place)
     if step is not None:
         if leads:

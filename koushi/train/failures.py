@@ -20,6 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from koushi.errors import KoushiError
 from koushi.mesh import MeshSpec
+from koushi.train.inquiry import Finding
 
 LOST_PEER = (
     "closed by peer",
@@ -56,6 +57,8 @@ class Report:
     """The traceback; empty where the headline says it all."""
     consequence: bool
     """Whether it failed because another rank had gone."""
+    of_all: bool = False
+    """Whether it tells of the whole world, not of this rank alone: what a collective that timed out waited for."""
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -81,6 +84,11 @@ def report(rank: int, error: BaseException) -> Report:
     return Report(rank, time.monotonic(), headline, details, lost_peer(error))
 
 
+def stuck_report(rank: int, finding: Finding) -> Report:
+    """The account of a collective that timed out on ``rank``."""
+    return Report(rank, time.monotonic(), finding.headline, finding.details, consequence=False, of_all=True)
+
+
 def write_report(folder: Path, account: Report) -> None:
     """Leave ``account`` in ``folder``, whole or not at all."""
     folder.mkdir(exist_ok=True)
@@ -100,7 +108,13 @@ def restart_reason(mesh: MeshSpec, reports: Sequence[Report]) -> str:
     causes = [account for account in reports if not account.consequence]
     if not causes:
         return "a rank was killed or lost its peers"
-    return f"rank {causes[0].rank} ({mesh.describe(causes[0].rank)}) failed: {causes[0].headline}"
+    return _first_line(mesh, causes[0])
+
+
+def _first_line(mesh: MeshSpec, account: Report) -> str:
+    if account.of_all:
+        return account.headline
+    return f"rank {account.rank} ({mesh.describe(account.rank)}) failed: {account.headline}"
 
 
 def exit_text(code: int) -> str:
@@ -125,10 +139,13 @@ def failure_text(mesh: MeshSpec, reports: Sequence[Report], noticed_rank: int, n
     reported = {account.rank for account in reports}
     if causes or noticed_rank in reported:
         first = (causes or list(reports))[0]
-        rank, headline, details = first.rank, f"failed: {first.headline}", first.details
+        if first.of_all:
+            return f"{first.headline}\n{first.details}"
+        rank, headline, details = first.rank, _first_line(mesh, first), first.details
     else:
-        rank, headline, details = noticed_rank, exit_text(noticed_code), ""
-    lines = [f"rank {rank} ({mesh.describe(rank)}) {headline}"]
+        rank, details = noticed_rank, ""
+        headline = f"rank {rank} ({mesh.describe(rank)}) {exit_text(noticed_code)}"
+    lines = [headline]
     if details:
         lines.append(details)
     others = len((reported | {noticed_rank}) - {rank})

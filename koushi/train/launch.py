@@ -34,8 +34,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from koushi.errors import RankFailure, Stopped, TrainingError
 from koushi.job import Job
+from koushi.parallel.arrivals import ARRIVALS
 from koushi.parallel.device_mesh import resolve_device
-from koushi.train.failures import failure_text, lost_peer, read_reports, report, restart_reason, write_report
+from koushi.train.failures import (
+    failure_text,
+    lost_peer,
+    read_reports,
+    report,
+    restart_reason,
+    stuck_report,
+    write_report,
+)
+from koushi.train.inquiry import end_processes, inquest, inquire, timed_out
 from koushi.train.stopping import sleep_unless_requested
 
 Worker = Callable[[Job], None]
@@ -90,7 +100,10 @@ def _run_joined(worker: Worker, job: Job) -> None:
         worker(job)
     except Exception as error:
         error.add_note(f"on rank {rank} ({job.mesh.describe(rank)})")
-        if lost_peer(error):
+        finding = inquire(job.mesh) if timed_out(error) else None
+        if finding is not None:
+            error.add_note(f"{finding.headline}\n{finding.details}")
+        elif lost_peer(error):
             sleep_unless_requested(GRACE)
         raise
 
@@ -157,12 +170,19 @@ def _start_world(worker: Worker, job: Job, max_restarts: int) -> None:
             elastic_launch(config, _rank_main)(worker, job, folder, per_rank, os.getpid())
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            reports = read_reports(folder / str(max_restarts))
-            raise RankFailure(failure_text(job.mesh, reports, rank, failure.exitcode)) from None
+            text = failure_text(job.mesh, read_reports(folder / str(max_restarts)), rank, failure.exitcode)
+            raise RankFailure(text + _why_aborted(job, folder / f"book-{max_restarts}", failure.exitcode)) from None
         except SignalException as error:
             raise Stopped(error.sigval, error.sigval.name) from None
         except KeyboardInterrupt:
             raise Stopped(signal.SIGINT, "SIGINT") from None
+
+
+def _why_aborted(job: Job, books: Path, code: int) -> str:
+    """What the ranks were in where native code ended one: gloo does so on a message of the wrong size, NCCL's
+    watchdog when a collective takes too long, and neither raises anything in Python."""
+    finding = inquest(job.mesh, books) if code == -signal.SIGABRT else None
+    return f"\n{finding.headline}\n{finding.details}" if finding is not None else ""
 
 
 def _launch_config(job: Job, port: int, start_method: str, max_restarts: int) -> LaunchConfig:
@@ -193,6 +213,7 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    os.environ[ARRIVALS] = str(folder / f"book-{attempt}")
     if attempt and os.environ["RANK"] == "0":
         print(
             f"restart {attempt}: {restart_reason(job.mesh, read_reports(folder / str(attempt - 1)))}", file=sys.stderr
@@ -200,9 +221,13 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
     try:
         worker(job)
     except BaseException as error:
-        account = report(int(os.environ["RANK"]), error)
+        rank = int(os.environ["RANK"])
+        finding = inquire(job.mesh) if timed_out(error) else None
+        account = report(rank, error) if finding is None else stuck_report(rank, finding)
         write_report(folder / str(attempt), account)
-        if account.consequence:
+        if finding is not None:
+            end_processes(finding)
+        elif account.consequence:
             sleep_unless_requested(GRACE)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -73,6 +73,9 @@ class Sink(ABC):
     @abstractmethod
     def validation(self, step: int, loss: float) -> None: ...
 
+    def audited(self, step: int, outcome: str) -> None:  # noqa: B027 - nothing to draw
+        """What ``debug.audit`` has to say of a step."""
+
     def close(self) -> None:  # noqa: B027 - most sinks hold nothing open
         """Flush and let go of files."""
 
@@ -91,13 +94,22 @@ class Progress(Sink):
     def validation(self, step: int, loss: float) -> None:
         print(f"step {step}  validation loss {loss:.4f}", file=self._out, flush=True)
 
+    def audited(self, step: int, outcome: str) -> None:
+        print(outcome, file=self._out, flush=True)
+
 
 @final
 class JsonLines(Sink):
     """One JSON object a line, each flushed, so that a killed run keeps what it had."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+        """Raises TrainingError, as do ``step`` and ``validation``, where ``path`` cannot be written."""
+        self._path = path
+        try:
+            # Without a buffer: what could not be written would fail a second time when the file is closed.
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise unwritable(path, error) from None
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(asdict(metrics))
@@ -105,23 +117,43 @@ class JsonLines(Sink):
     def validation(self, step: int, loss: float) -> None:
         self._write({"step": step, "validation_loss": loss})
 
+    def audited(self, step: int, outcome: str) -> None:
+        self._write({"step": step, "audit": outcome})
+
     def close(self) -> None:
         self._file.close()
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        line = json.dumps(row).encode() + b"\n"
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise unwritable(self._path, error) from None
+
+
+def unwritable(path: Path, error: OSError) -> TrainingError:
+    """What to say of a file of the run's folder."""
+    return TrainingError(
+        f"cannot write {path}: {error.strerror or error}; make room there, and the run goes on from its last "
+        "checkpoint, if it has one"
+    )
 
 
 def forget_after(path: Path, step: int) -> float:
     """Drop from a ``metrics.jsonl`` the rows after ``step``, and what a killed process left of a line.
 
-    Returns ``elapsed_seconds`` of the last row that has one, else 0. The file is whole at any moment.
+    Returns ``elapsed_seconds`` of the last row that has one, else 0. The file is whole at any moment. Raises
+    TrainingError where it cannot be read or written.
     """
     if not path.exists():
         return 0.0
     kept, elapsed = [], 0.0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        before = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise TrainingError(f"cannot read {path}: {error.strerror or error}") from None
+    for line in before.splitlines():
         try:
             row = json.loads(line)
             if row["step"] > step:
@@ -131,8 +163,12 @@ def forget_after(path: Path, step: int) -> float:
             continue
         kept.append(line + "\n")
     draft = path.with_name(f".{path.name}.partial")
-    draft.write_text("".join(kept), encoding="utf-8")
-    os.replace(draft, path)
+    try:
+        draft.write_text("".join(kept), encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise unwritable(path, error) from None
     return elapsed
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from koushi.checkpoint.folders import CHECKPOINTS, published
 from koushi.checkpoint.load import candidates, check_size, newest
-from koushi.errors import TrainingError
+from koushi.config.load import RunFile
+from koushi.config.schema import Model, Run
+from koushi.errors import TrainingError, WeightsError
 from koushi.job import Job
+from koushi.models.llama.hf import check_folder
 from koushi.train.claim import is_claimed
 
 RUNS = Path("runs")
@@ -42,11 +45,7 @@ def run_place(job: Job) -> RunPlace:
     checkpoints, and begins in the first free one if not. Raises TrainingError for a folder that already holds a run,
     CheckpointError for a checkpoint that cannot be gone on with.
     """
-    choice = job.config.run.resume
-    source = None if choice in ("auto", "never") else Path(choice)
-    # A world that the launcher has restarted goes on with what its first start began.
-    continues = choice == "auto" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    place = RunPlace(_folder(job, continues), source)
+    place = _place(job.config.run, job.name)
     if place.found:
         folder, manifest = newest(place.found)
         check_size(folder, manifest.head, job.size)
@@ -58,6 +57,42 @@ def run_place(job: Job) -> RunPlace:
     return place
 
 
+def _place(run: Run, name: str) -> RunPlace:
+    source = None if run.resume in ("auto", "never") else Path(run.resume)
+    # A world that the launcher has restarted goes on with what its first start began.
+    continues = run.resume == "auto" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return RunPlace(_folder(run, name, continues), source)
+
+
+def without_hf_folder(run_file: RunFile) -> tuple[RunFile, str]:
+    """``run_file`` with the model of the checkpoint that it goes on from, where ``model.hf`` cannot be read any more.
+
+    The weights come from the checkpoint anyway. Also says so, in words; ``run_file`` itself and nothing where there is
+    nothing to mend, or no checkpoint to mend it with. Raises as ``run_place`` does.
+    """
+    model = run_file.config.model
+    if model.hf is None or not all(run_file.is_sound(key) for key in ("model", "model.hf", "run")):
+        return run_file, ""
+    try:
+        check_folder(run_file.path.parent / Path(model.hf).expanduser())
+    except WeightsError as error:
+        reason = error.reasons[0]
+    else:
+        return run_file, ""
+    place = _place(run_file.config.run, run_file.path.stem)
+    if not place.found:
+        return run_file, ""
+    folder, manifest = newest(place.found)
+    theirs = manifest.head.config
+    given = {name: value for name, value in model if value is not None and name != "hf"}
+    config = run_file.config.model_copy(update={"model": Model(**{**theirs["model"], **given, "hf": None})})
+    if not run_file.is_set("data.tokenizer"):  # the folder's own, if it had one
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"tokenizer": theirs["data"]["tokenizer"]})}
+        )
+    return replace(run_file, config=config), f"{reason}; going on without it, with the model of {folder}"
+
+
 def finished(job: Job, place: RunPlace) -> int | None:
     """The step of the run's own newest checkpoint, if there is nothing left to train."""
     own = published(place.checkpoints)
@@ -67,9 +102,9 @@ def finished(job: Job, place: RunPlace) -> int | None:
     return step if step >= job.config.training.steps else None
 
 
-def _folder(job: Job, continues: bool) -> Path:
-    if job.config.run.folder is not None:
-        folder = Path(job.config.run.folder)
+def _folder(run: Run, name: str, continues: bool) -> Path:
+    if run.folder is not None:
+        folder = Path(run.folder)
         if holds_run(folder) and not (continues and (folder / CHECKPOINTS).is_dir()):
             raise TrainingError(
                 f"run.folder {folder} already holds a run{_why_not(folder)}; name another folder, or remove it"
@@ -77,7 +112,7 @@ def _folder(job: Job, continues: bool) -> Path:
         return folder
     last: Path | None = None
     for count in itertools.count(1):
-        folder = RUNS / (job.name if count == 1 else f"{job.name}-{count}")
+        folder = RUNS / (name if count == 1 else f"{name}-{count}")
         if not holds_run(folder) and not is_claimed(folder):
             return last if continues and last is not None and (last / CHECKPOINTS).is_dir() else folder
         last = folder

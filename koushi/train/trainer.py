@@ -17,8 +17,11 @@ from koushi.hardware.peaks import peak_flops
 from koushi.job import Job
 from koushi.models.llama.flops import training_flops_per_token
 from koushi.optim.adamw import AdamW
+from koushi.parallel import arrivals
 from koushi.parallel.compose import build
 from koushi.parallel.device_mesh import build_mesh, init_process_group, local_device, resolve_device
+from koushi.parallel.ledger import Recorder
+from koushi.train.audit import outcome
 from koushi.train.checkpoints import Checkpoints, Start
 from koushi.train.metrics import (
     JsonLines,
@@ -30,6 +33,7 @@ from koushi.train.metrics import (
     forget_after,
     peak_memory,
 )
+from koushi.train.outcome import Outcome
 from koushi.train.resume import RunPlace
 from koushi.train.step import StepResult, TrainStep
 
@@ -51,7 +55,8 @@ class Trainer:
         self.optimizer = AdamW(job.config.optimizer)
         self.samples = open_samples(job)
         self._agree_on_data()
-        self.model = build(job, build_mesh(job.mesh, device.type), device)
+        before = peak_memory(device)
+        self.model = build(job, build_mesh(job.mesh, device.type, job.config.run.timeout), device)
         self.train_step = TrainStep(job, self.model, self.optimizer)
         self.data_index = job.mesh.index(self.rank, "dp_replicate", "dp_shard")
         self.checkpoints: Checkpoints | None = None
@@ -67,6 +72,8 @@ class Trainer:
             self.sinks = self._sinks(place.folder)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name)
+        self._outcome = Outcome(job, device, place.folder, name, before)
+        self._outcome.begin(self.start.step)
 
     def run(self) -> None:
         """Train to ``training.steps``.
@@ -78,13 +85,15 @@ class Trainer:
         try:
             with Prefetch(self._batch, self.start.step) as batches:
                 for step in range(self.start.step, config.training.steps):
+                    arrivals.at_step(step + 1)
                     if self.checkpoints is not None:
                         self.checkpoints.begin_step()
                     tokens, labels = batches.get(step)
-                    result = self.train_step.run(tokens.to(self.device), labels.to(self.device))
+                    result = self._train(step, tokens.to(self.device), labels.to(self.device))
                     self._check_finite(step + 1, result)
                     if (step + 1) % config.metrics.every == 0 or step + 1 == config.training.steps:
                         self._report(step + 1, result)
+                    self._outcome.after_step(step + 1)
                     if config.validation.every and (step + 1) % config.validation.every == 0:
                         self._validate(step + 1)
                     if self.checkpoints is not None:
@@ -94,6 +103,18 @@ class Trainer:
                 self.checkpoints.close()
             for sink in self.sinks:
                 sink.close()
+
+    def _train(self, step: int, tokens: torch.Tensor, labels: torch.Tensor) -> StepResult:
+        if not self.job.config.debug.audit or step > self.start.step:
+            return self.train_step.run(tokens, labels)
+        with Recorder(self.job.mesh, self.model.parts) as recorder:
+            result = self.train_step.run(tokens, labels)
+        ledger = recorder.ledger()
+        self._outcome.executed(ledger.traffic())
+        said = outcome(self.job, ledger, self.device)
+        for sink in self.sinks:
+            sink.audited(step + 1, said)
+        return result
 
     def _agree_on_data(self) -> None:
         """Raise TrainingError where machines hold different data: Pythons or files of different versions, say."""
@@ -144,6 +165,7 @@ class Trainer:
         )
         for sink in self.sinks:
             sink.step(metrics)
+        self._outcome.reported(seconds)
 
     def _validate(self, step: int) -> None:
         config = self.job.config

@@ -64,7 +64,7 @@ def record_jobs(job: Job, *, jobs: Sequence[Job], steps: int, folder: Path) -> N
         if index == 0 or one.mesh != jobs[index - 1].mesh:
             if mesh is not None:
                 destroy_mesh(mesh)
-            mesh = build_mesh(one.mesh, device.type)
+            mesh = build_mesh(one.mesh, device.type, job.config.run.timeout)
         assert mesh is not None, "the first job has built one"
         torch.save(record(one, steps, mesh, device), folder / f"{index}-{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -301,6 +301,8 @@ CASES = [
         "is '', and there is no such folder",
         "auto, never, or the folder of a checkpoint or of a run",
     ),
+    ("run: {hardware: §h1000}", "run.hardware", "is 'h1000', and no hardware is called that", "did you mean h100"),
+    ("run: {hardware: §even.yaml}", "run.hardware", "even.yaml:1:1: no such file", ""),
     ("run: {folder: §''}", "run.folder", "is '', which cannot be a folder", "a folder, there or not"),
     # Data.
     ("data: {source: §text}", "data.source", "data.path is empty, but the source text reads files", "a file, a folder"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,14 @@ import torch.nn.functional as F
 from hf_models import LLAMA3, load, make
 
 from koushi.check.check import check
+from koushi.checkpoint.folders import CHECKPOINTS, step_folder
 from koushi.checkpoint.hf import HfWeights
 from koushi.config.load import load as load_run
 from koushi.data.batches import open_samples, train_batch
 from koushi.data.samples import IGNORE_INDEX
+from koushi.errors import CheckpointError, ConfigError
 from koushi.job import Job
+from koushi.train.command import train
 from koushi.verify.command import run_recorded
 from koushi.verify.compare import TOLERANCES, compare
 from koushi.verify.record import RankRecord
@@ -99,3 +104,36 @@ def test_verify_keeps_the_weights_of_a_small_model_only(folder: Path, monkeypatc
     assert scaled.config.model.hf is None
     assert f"weights {job.config.model.hf} -> random" in notes
     assert single_process(small).config.model.hf == job.config.model.hf
+
+
+def rows(folder: Path) -> dict[int, float]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in found}
+
+
+def test_a_run_goes_on_without_the_folder_it_began_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "model", rope_parameters=LLAMA3)
+    run = tmp_path / "run.yaml"
+    run.write_text(RUN + "checkpoint: {every: 1, keep_last: 9}\n")
+    folder = tmp_path / "runs" / "run"
+    train(run)
+    losses = rows(folder)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model\.hf: .*model: "):
+        train(run, ["run.resume=never"])
+    shutil.rmtree(tmp_path / "model")
+    for step in (1, 2):  # the second time from a checkpoint that was saved without the folder
+        for later in range(step + 1, 4):
+            shutil.rmtree(step_folder(folder / CHECKPOINTS, later))
+        capsys.readouterr()
+        train(run)
+        said = capsys.readouterr().err
+        assert "model: there is no such folder" in said
+        assert f"going on without it, with the model of runs/run/checkpoints/step-0000000{step}\n" in said
+        assert "changed since" not in said
+        assert rows(folder) == losses
+    with pytest.raises(CheckpointError, match=r"another model: it has dim 32 \(here 64\)"):
+        train(run, ["training.steps=5", "model.dim=64"])

@@ -62,5 +62,5 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
         "command line: optimiser: is not a key of a run file; did you mean optimizer?",
         "command line: steps: is not a key of a run file; did you mean training.steps?",
         "command line: run.yaml: is not a key of a run file; the sections are model, parallelism, training, precision, "
-        "optimizer, lr_schedule, data, validation, metrics, checkpoint, run",
+        "optimizer, lr_schedule, data, validation, metrics, checkpoint, run, debug",
     ]

@@ -87,8 +87,8 @@ def test_what_is_not_overridden_stays(run_file: Path) -> None:
         (
             ["--tp-size=3"],
             "command line (--tp-size=3): tp-size: is not a key of a run file; the keys are model, parallelism, "
-            "training, precision, optimizer, lr_schedule, data, validation, metrics, checkpoint, run, --tp, --pp, "
-            "--dp-shard, --dp-replicate",
+            "training, precision, optimizer, lr_schedule, data, validation, metrics, checkpoint, run, debug, --tp, "
+            "--pp, --dp-shard, --dp-replicate",
         ),
         (
             ["model=llama3-8b"],

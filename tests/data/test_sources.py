@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from koushi.config.schema import Data
-from koushi.data import embedded, sources, text
+from koushi.data import embedded, files, sources, text
 from koushi.data.files import files_signature, source_files
 from koushi.data.sources import read_documents
 from koushi.data.text import pieces
@@ -42,6 +42,20 @@ def test_text_file_folder_and_glob(tmp_path: Path) -> None:
     assert read(tmp_path, source="text", path="docs") == in_folder
     assert read(tmp_path, source="text", path="docs/**/*.py") == ["this is sub/d.py\r\n"]
     assert read(tmp_path / "elsewhere", source="text", path=str(tmp_path / "docs" / "b.txt")) == ["this is b.txt\r\n"]
+
+
+def test_a_path_that_leads_to_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_ENTRIES", 14)
+    for name in ("a.txt", *(f"deep/{number}/b.txt" for number in range(6))):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "deep" / "0" / "around").symlink_to(tmp_path)
+    for path in (".", "**/*.txt", "*/*/*.txt"):
+        with pytest.raises(DataError, match=r"data\.path: more than 14 files and folders to look through below "):
+            read(tmp_path, source="text", path=path)
+    assert read(tmp_path, source="text", path="*.txt") == ["a.txt"]
+    assert read(tmp_path, source="text", path="deep/*/b.txt") == [f"deep/{number}/b.txt" for number in range(6)]
+    assert read(tmp_path, source="text", path="deep/1") == ["deep/1/b.txt"]
 
 
 def test_a_name_with_brackets_is_no_glob(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import alone
 
 from koushi.errors import TrainingError
 from koushi.mesh import MeshSpec
-from koushi.parallel.device_mesh import ParallelDims, build_mesh, local_device, resolve_device
+from koushi.parallel.device_mesh import ParallelDims, agree_on_start, build_mesh, local_device, resolve_device
 
 
 def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -56,3 +59,22 @@ def test_a_process_has_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPa
     assert local_device("cpu") == torch.device("cpu")
     monkeypatch.delenv("LOCAL_RANK")
     assert local_device("cuda") == torch.device("cuda", 0)
+
+
+def test_ranks_of_several_nodes_agree_on_a_start_whatever_the_starts_before_left() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    store.set("asked/1", "a rank that is gone")  # it asked, was answered, and never heard
+    store.set("answer/a rank that is gone", "a start that is over")
+    seen = []
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as ranks:
+            names = list(ranks.map(lambda rank: agree_on_start(store, rank, 3, 20), range(3)))
+        assert len(set(names)) == 1
+        seen.append(names[0])
+    assert len({*seen, "a start that is over"}) == 3
+
+
+def test_ranks_that_do_not_come_are_told() -> None:
+    with pytest.raises(TrainingError, match=r"after 0 s \(run\.timeout\) 2 of 3 ranks have not joined: 1, 2; see"):
+        agree_on_start(dist.HashStore(), 0, 3, 0)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
 
+from parity_audit import audited, recorded
 from parity_cases import Case
 
 from koushi.config.schema import Parallelism
@@ -99,19 +100,28 @@ def _parameters(reference: list[RankRecord], records: list[RankRecord], allowed:
 def failures(
     cases: Sequence[Case], dtype: str, references: References, tolerance: Tolerance | None = None
 ) -> dict[str, list[str]]:
-    """Name of each case that does not train as one process does, with what is wrong. Cases of one world size."""
+    """Name of each case that does not train as one process does, with what is wrong. Cases of one world size.
+
+    In float64 every collective of the first step is audited too, and compared with the plan.
+    """
     assert cases, "no cases to run"
     assert len({one.world for one in cases}) == 1, "the cases need worlds of different sizes"
     steps = STEPS[dtype]
     jobs = [one.job(references.folder, *precision(dtype)) for one in cases]
+    ledgers = references.folder / f"ledgers-{next(_folders)}"
+    with recorded(jobs if dtype == "float64" else (), ledgers):
+        survived = _survived(jobs, steps, references.folder)
     found = {}
-    for one, job, records in zip(cases, jobs, _survived(jobs, steps, references.folder), strict=True):
+    for one, job, records in zip(cases, jobs, survived, strict=True):
         if isinstance(records, KoushiError):
             found[one.name] = ["failed: " + " | ".join(str(records).strip().splitlines()[-12:])]
             continue
         reference = references.of(job, steps)
         assert all(math.isfinite(value) and value > 0 for value in reference[0].losses), "a reference without a loss"
-        if wrong := differing(job, steps, reference, records, tolerance or TOLERANCES[dtype], dtype):
+        wrong = differing(job, steps, reference, records, tolerance or TOLERANCES[dtype], dtype)
+        if dtype == "float64":
+            wrong += audited(job, ledgers)
+        if wrong:
             found[one.name] = wrong
     return found
 

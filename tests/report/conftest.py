@@ -1,11 +1,13 @@
-"""Jobs of any lattice, with a model small enough to be cut over it."""
+"""Jobs of any lattice, with a model small enough to be cut over it; a browser for their pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from browsing import chromium
+from playwright.sync_api import Browser
 
 from koushi.check.check import check
 from koushi.config.load import load
@@ -29,3 +31,9 @@ def jobs(tmp_path: Path) -> Jobs:
         return check(load(path, [batch, "training.seq_len=96", *degrees, *overrides]))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found

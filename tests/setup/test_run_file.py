@@ -57,7 +57,7 @@ def test_every_key_in_a_comment_is_one_that_can_be_set(tmp_path: Path) -> None:
     init(path, "llama3-debug", 1)
     text = path.read_text(encoding="utf-8")
     commented = re.findall(r"^  # (\w+): \S+ ", text, re.M)
-    assert commented == ["hf", "pipeline_parallel_schedule", "path", "tokenizer", "folder"]
+    assert commented == ["hf", "pipeline_parallel_schedule", "path", "tokenizer", "folder", "hardware"]
     path.write_text(re.sub(r"^  # (\w+: \S+ )", r"  \1", text, flags=re.M), encoding="utf-8")
     assert load(path).found == ()
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_job
 
-from koushi.errors import TrainingError
-from koushi.train import metrics
-from koushi.train.metrics import JsonLines, Pace, Progress, StepMetrics, TensorBoard, peak_memory
+from koushi.errors import RankFailure, TrainingError
+from koushi.train import metrics, trainer
+from koushi.train.launch import launch
+from koushi.train.metrics import JsonLines, Pace, Progress, StepMetrics, TensorBoard, forget_after, peak_memory
+from koushi.train.resume import RunPlace
+from koushi.train.trainer import train_rank
 
 ROW = StepMetrics(
     step=7,
@@ -88,6 +93,41 @@ def test_every_row_is_in_the_file_before_the_next(tmp_path: Path) -> None:
     again.step(ROW)
     again.close()
     assert len(path.read_text().splitlines()) == 3, "a file is added to, never cut"
+
+
+FULL = Path("/dev/full")
+"""Takes nothing, as a full disk does."""
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    sink = JsonLines(FULL)
+    for write in (lambda: sink.step(ROW), lambda: sink.validation(3, 1.0)):
+        with pytest.raises(TrainingError, match="cannot write /dev/full: No space left on device; make room there"):
+            write()
+    sink.close()
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_run_whose_figures_cannot_be_written_ends_with_that_alone(
+    degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "forget_after", lambda path, step: 0.0)  # it would read without end
+    (tmp_path / "metrics.jsonl").symlink_to(FULL)
+    job = tiny_job(tmp_path, "--dp-shard", str(degree))
+    with pytest.raises((TrainingError, RankFailure)) as caught:
+        launch(partial(train_rank, place=RunPlace(tmp_path)), job)
+    assert f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_figures_that_cannot_be_opened_are_told(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(TrainingError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
+        JsonLines(tmp_path / "metrics.jsonl")
+    with pytest.raises(TrainingError, match=r"cannot read .*metrics\.jsonl: Is a directory"):
+        forget_after(tmp_path / "metrics.jsonl", 3)
 
 
 def test_tensorboard_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from koushi.layout import Cut, Placement, Replicate, Shard, replicated_over
 from koushi.models.llama.sizes import LlamaSize
 
 EMBEDDING = "tok_embeddings.weight"
 OUTPUT = "output.weight"
+
+
+class Shapes(Protocol):
+    """What shapes the parameters."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -44,12 +66,12 @@ class Parameter:
         return len(self.shape) > 1
 
 
-def kv_placement(size: LlamaSize, tp: int) -> Placement:
+def kv_placement(size: Shapes, tp: int) -> Placement:
     """Key and value projections are cut by head, or copied where tp has more ranks than there are heads."""
     return Shard(0) if size.n_kv_heads % tp == 0 else Replicate()
 
 
-def block_parameters(size: LlamaSize, layer: int, tp: int) -> Iterator[Parameter]:
+def block_parameters(size: Shapes, layer: int, tp: int) -> Iterator[Parameter]:
     """The parameters of block ``layer``.
 
     Standard deviations follow GPT-2's rule of shrinking what writes to the residual stream with
@@ -69,7 +91,7 @@ def block_parameters(size: LlamaSize, layer: int, tp: int) -> Iterator[Parameter
     yield Parameter(prefix + "feed_forward.w3.weight", (size.ffn_dim, size.dim), Shard(0), 0.02)
 
 
-def parameters(size: LlamaSize, tp: int = 1) -> dict[str, Parameter]:
+def parameters(size: Shapes, tp: int = 1) -> dict[str, Parameter]:
     """Every parameter by name, in the order of the model; a tied output has no entry of its own."""
     found = [Parameter(EMBEDDING, (size.vocab_size, size.dim), Shard(0), 0.02)]
     for layer in range(size.n_layers):

@@ -54,7 +54,7 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn neighbouring channel pairs of ``x`` [B, heads, T, E] by their angles [T, E / 2]."""
+    """Turn neighbouring channel pairs of ``x`` [..., E] by their angles, which broadcast to [..., E / 2]."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
@@ -71,12 +71,11 @@ class Attention(nn.Module):
         self.wo = Linear(size.n_heads * size.head_dim, size.dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.wq, self.wk, self.wv)
-        )
-        mixed = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        # [B, T, heads, E] in memory: attention's output then has that order too, and flattens without a copy.
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
+        q, k = (rotate(one, cos.unsqueeze(1), sin.unsqueeze(1)) for one in (q, k))
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(-2))
         return out
 

@@ -1,0 +1,200 @@
+"""The accuracy report for people and for programs. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from statistics import mean
+
+from koushi.accuracy.published import LeftOut, Run
+from koushi.accuracy.score import Errors, Fit, Scored, SourceScore, layout_of, over_sources
+from koushi.units import counted
+
+Cells = Sequence[str]
+
+
+def table(scores: Sequence[SourceScore]) -> str:
+    """By source, and the mean of the sources."""
+    head = (
+        *("source", "runs", "time p50", "p90", "bias", "runs", "memory p50", "p90", "bias"),
+        *("sweeps", "rank corr.", "regret p50", "mean"),
+    )
+    lines = [_line(one.source, one) for one in scores if one.time or one.memory]
+    every = [one for one in scores if one.time or one.memory]
+    return _columns([head, *lines, _mean_line(every)])
+
+
+def _line(name: str, one: SourceScore) -> Cells:
+    return (
+        name,
+        *_errors(one.time),
+        *_errors(one.memory),
+        str(len(one.sweeps) or ""),
+        _number(one.rank_correlation),
+        _percent(one.regret),
+        _percent(one.mean_regret),
+    )
+
+
+def _mean_line(scores: Sequence[SourceScore]) -> Cells:
+    def over(figure: Callable[[SourceScore], float | None]) -> float | None:
+        return over_sources(scores, figure)
+
+    time = [
+        over(lambda one: one.time.median if one.time else None),
+        over(lambda one: one.time.p90 if one.time else None),
+        over(lambda one: one.time.bias if one.time else None),
+    ]
+    memory = [
+        over(lambda one: one.memory.median if one.memory else None),
+        over(lambda one: one.memory.p90 if one.memory else None),
+        over(lambda one: one.memory.bias if one.memory else None),
+    ]
+    return (
+        "mean of sources",
+        "",
+        *(_percent(value, signed=place == 2) for place, value in enumerate(time)),
+        "",
+        *(_percent(value, signed=place == 2) for place, value in enumerate(memory)),
+        "",
+        _number(over(lambda one: one.rank_correlation)),
+        _percent(over(lambda one: one.regret)),
+        _percent(over(lambda one: one.mean_regret)),
+    )
+
+
+def _errors(errors: Errors | None) -> Cells:
+    if errors is None:
+        return ("", "", "", "")
+    return (str(errors.runs), _percent(errors.median), _percent(errors.p90), _percent(errors.bias, signed=True))
+
+
+def fits_table(scores: Iterable[SourceScore]) -> str:
+    """Does it fit: of sources with runs that failed."""
+    head = ("source", "ran", "failed", "precision", "recall", "failures caught")
+    return _columns([head, *(_fit_line(one.source, one.fit) for one in scores if one.fit)])
+
+
+def _fit_line(name: str, fit: Fit) -> Cells:
+    ran, failed = fit.ran_said_fits + fit.ran_said_not, fit.failed_said_fits + fit.failed_said_not
+    return (name, str(ran), str(failed), _number(fit.precision), _number(fit.recall), _number(fit.caught))
+
+
+def left_out_table(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> str:
+    """How many rows of which source are not scored, and why."""
+    counts = Counter((one.row.source, one.reason) for one in left_out)
+    counts.update((one.row.source, one.spoiled) for one in runs if one.spoiled)
+    lines = [(str(count), source, reason) for (source, reason), count in sorted(counts.items())]
+    return _columns([("rows", "source", "left out because"), *lines]) if lines else "no row is left out"
+
+
+def rows_table(scored: Iterable[Scored]) -> str:
+    """Every run, measured and predicted."""
+    head = ("run", "seconds", "predicted", "error", "GiB", "predicted", "error", "fits", "model", "layout")
+    return _columns([head, *(_row_line(one) for one in scored)])
+
+
+def _row_line(one: Scored) -> Cells:
+    run = one.run
+    return (
+        run.row.id,
+        f"{run.step_seconds:.3f}" if run.step_seconds else "",
+        f"{one.step_seconds:.3f}",
+        _percent(one.time_error, signed=True),
+        f"{run.memory_gib:.2f}" if run.memory_gib else "",
+        f"{one.memory_gib:.2f}",
+        _percent(one.memory_error, signed=True),
+        "yes" if one.fits else "no",
+        run.row.model,
+        layout_of(run),
+    )
+
+
+def sweeps_table(scores: Iterable[SourceScore]) -> str:
+    head = ("source", "sweep", "layouts", "rank corr.", "regret")
+    return _columns(
+        [
+            head,
+            *(
+                (
+                    one.source,
+                    sweep.name,
+                    str(len(sweep.layouts)),
+                    _number(sweep.rank_correlation),
+                    _percent(sweep.regret),
+                )
+                for one in scores
+                for sweep in one.sweeps
+            ),
+        ]
+    )
+
+
+def _percent(value: float | None, signed: bool = False) -> str:
+    if value is None:
+        return ""
+    return f"{value:+.1%}" if signed else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _columns(lines: Sequence[Cells]) -> str:
+    """Columns of even width; words left, figures right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    right = [all(not line[i] or line[i][0] in "+-0123456789" for line in lines[1:]) for i in range(len(widths))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def report(
+    scores: Sequence[SourceScore], runs: Sequence[Run], left_out: Sequence[LeftOut], failed: Sequence[Scored]
+) -> str:
+    """The whole report."""
+    pieces = [
+        f"{counted(len(runs), 'run')} planned, {counted(len(left_out), 'row')} left out, "
+        f"{counted(len(failed), 'failed run')} planned",
+        table(scores),
+    ]
+    if any(one.fit for one in scores):
+        pieces += ["Does it fit?", fits_table(scores)]
+    return "\n\n".join([*pieces, left_out_table(runs, left_out)])
+
+
+def error_bars(scores: Sequence[SourceScore]) -> dict[str, dict[str, float]]:
+    """Of step time and memory: the means over sources that the table ends with, and how many runs they stand on."""
+    found = {}
+    for name in ("time", "memory"):
+        errors = [known for one in scores if (known := getattr(one, name)) is not None]
+        found["step_time" if name == "time" else name] = {
+            "median": round(mean(known.median for known in errors), 4),
+            "p90": round(mean(known.p90 for known in errors), 4),
+            "runs": sum(known.runs for known in errors),
+        }
+    return found
+
+
+def as_json(scores: Iterable[SourceScore]) -> dict[str, object]:
+    """Figures by source, fractions."""
+
+    def errors(one: Errors | None) -> dict[str, float] | None:
+        return {"runs": one.runs, "median": one.median, "p90": one.p90, "bias": one.bias} if one else None
+
+    return {
+        one.source: {
+            "step_time": errors(one.time),
+            "memory": errors(one.memory),
+            "sweeps": len(one.sweeps),
+            "rank_correlation": one.rank_correlation,
+            "regret": {"median": one.regret, "mean": one.mean_regret},
+            "fit": one.fit
+            and {"precision": one.fit.precision, "recall": one.fit.recall, "failures_caught": one.fit.caught},
+        }
+        for one in scores
+    }

@@ -1,0 +1,53 @@
+"""The planner's prediction and the dry run's record of the same rank, and where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from koushi.dryrun.memory import KINDS
+from koushi.dryrun.trace import RankTrace
+from koushi.dryrun.world import DeviceKind
+from koushi.hardware.hardware import load
+from koushi.job import Job
+from koushi.plan.communication import traffic
+from koushi.plan.memory import memory
+from koushi.plan.workload import of_job
+from koushi.traffic import differences
+from koushi.units import bytes_text
+
+ALLOWED = 0.02
+"""By how much the peak may be off."""
+
+
+def disagreements(job: Job, kind: DeviceKind, traces: Sequence[RankTrace]) -> list[str]:
+    """In words, with both sides: traffic that is not equal, memory that is more than ``ALLOWED`` apart."""
+    return [text for trace in traces for text in (*_traffic(job, trace), *_memory(job, kind, trace))]
+
+
+def agreement_text(found: Sequence[str]) -> str:
+    """For people."""
+    if not found:
+        return f"plan: every collective as planned, peak memory within {ALLOWED:.0%}"
+    return "\n".join(["plan: not as planned", *(f"  {text}" for text in found)])
+
+
+def _traffic(job: Job, trace: RankTrace) -> Iterator[str]:
+    coordinate = job.mesh.coordinate(trace.rank)
+    planned = traffic(of_job(job), coordinate["pp"], coordinate["dp_shard"])
+    yield from (f"rank {trace.rank}: {text}" for text in differences(planned, trace.traffic))
+
+
+def _memory(job: Job, kind: DeviceKind, trace: RankTrace) -> Iterator[str]:
+    """Only the ranks with the largest shards: those are planned for."""
+    if any(index for name, index in job.mesh.coordinate(trace.rank).items() if name != "pp"):
+        return
+    pp = job.mesh.coordinate(trace.rank)["pp"]
+    planned = memory(of_job(job), pp, load("cpu") if kind == "cpu" else None)
+    if abs(planned.active - trace.peak.bytes) <= ALLOWED * trace.peak.bytes:
+        return
+    both = [(name, getattr(planned, name.replace(" ", "_")), trace.peak.kinds.get(name, 0)) for name in KINDS]
+    parts = ", ".join(
+        f"{name} {bytes_text(expected)} and {bytes_text(found)}" for name, expected, found in both if expected != found
+    )
+    totals = f"planned {bytes_text(planned.active)}, ran {bytes_text(trace.peak.bytes)}"
+    yield f"rank {trace.rank}: peak memory {totals}: {parts}"

@@ -1,0 +1,105 @@
+"""``koushi dry-run``: every rank that differs, run without its devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from koushi.check.check import check
+from koushi.config.load import load
+from koushi.dryrun import timeline
+from koushi.dryrun.agreement import agreement_text, disagreements
+from koushi.dryrun.audited import audit_job
+from koushi.dryrun.extrapolate import for_audit, traces, whole
+from koushi.dryrun.findings import Finding
+from koushi.dryrun.ranks import RankClass, rank_classes
+from koushi.dryrun.report import as_json, text
+from koushi.dryrun.trace import RankTrace
+from koushi.dryrun.world import DeviceKind
+from koushi.errors import AuditFailed, TrainingError
+from koushi.hardware.hardware import Hardware
+from koushi.hardware.hardware import load as load_hardware
+from koushi.job import Job
+from koushi.plan.edges import seconds_of
+from koushi.train.command import started_world
+from koushi.units import counted
+
+DEFAULT_HARDWARE: Mapping[DeviceKind, str] = {"cuda": "h100-sxm-80gb", "cpu": "cpu"}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What every kind of rank of a job does in one step."""
+
+    job: Job
+    kind: DeviceKind
+    classes: tuple[RankClass, ...]
+    traces: list[RankTrace]
+    """Of the classes' representatives, in the same order."""
+    findings: list[Finding]
+    disagreements: list[str]
+    """Where the planner expects something else."""
+
+
+def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False, trace: Path | None = None) -> None:
+    """Run the run file's step as each kind of rank and print what it does; write its timeline to ``trace``.
+
+    Raises AuditFailed with the findings of the audit, if there are any.
+    """
+    run_file = load(path, overrides)
+    found = run_dry(check(run_file, started_world(run_file)), every_event=trace is not None)
+    parts = (found.job, found.kind, found.classes, found.traces)
+    findings = [str(one) for one in found.findings]
+    if as_data:
+        print(json.dumps({**as_json(*parts), "findings": findings, "disagreements": found.disagreements}))
+    else:
+        print(text(*parts))
+        print("\n" + agreement_text(found.disagreements))
+    if trace is not None:
+        _write_timeline(trace, found)
+    if findings:
+        raise AuditFailed("\n".join([f"the audit has {counted(len(findings), 'finding')}", *findings]))
+    if not as_data:
+        print("\naudit: each collective is on the sub-mesh that owns it, none is needless, and none waits for ever")
+
+
+def run_dry(job: Job, *, every_event: bool = False) -> DryRun:
+    """Trace one rank of every kind, each in a process of its own, and audit them all.
+
+    With ``every_event`` no trace is extrapolated, however large the job.
+    """
+    torch.set_num_threads(1)
+    kind = device_kind(job)
+    classes = rank_classes(job)
+    ranks = [one.representative for one in classes]
+    found = whole(job, kind, ranks) if every_event else traces(job, kind, classes)
+    findings = audit_job(for_audit(job), kind)
+    return DryRun(job, kind, classes, found, findings, disagreements(job, kind, found))
+
+
+def device_kind(job: Job) -> DeviceKind:
+    """What is predicted for: what the run file asks for; else CUDA, but where nothing speaks for it the CPU."""
+    if job.config.run.device != "auto":
+        return job.config.run.device
+    return "cuda" if job.config.precision.compute == "bfloat16" or torch.cuda.is_available() else "cpu"
+
+
+def hardware(job: Job, kind: DeviceKind) -> Hardware:
+    """What the job names, or the default for the kind of device."""
+    return load_hardware(job.config.run.hardware or DEFAULT_HARDWARE[kind])
+
+
+def _write_timeline(path: Path, found: DryRun) -> None:
+    mesh = found.job.mesh
+    chosen = hardware(found.job, found.kind)
+    rate = chosen.chip.peak(found.job.config.precision.compute) * chosen.chip.sustained
+    slices = timeline.timeline(mesh, found.traces, rate, partial(seconds_of, mesh, chosen))
+    try:
+        timeline.write(path, mesh, slices)
+    except OSError as error:
+        raise TrainingError(f"cannot write the timeline to {path}: {error}") from None

@@ -1,0 +1,92 @@
+"""Work done in forked processes: each starts from what this one has imported and keeps its world to itself."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import TypeVar
+
+import torch
+
+from koushi.errors import RankFailure
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_forks(work: Callable[[Item], Result], items: Sequence[Item], at_once: int | None = None) -> list[Result]:
+    """``work`` of every item, in a process of its own; ``at_once`` at a time, as many as there are cores by default.
+
+    Results must pickle. Raises RankFailure with the first traceback; no process outlives the call.
+    """
+    most = at_once or len(os.sched_getaffinity(0))
+    results: dict[int, Result] = {}
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    waiting = list(enumerate(items))
+    with _ready_to_fork():
+        try:
+            while waiting or running:
+                while waiting and len(running) < most:
+                    index, item = waiting.pop(0)
+                    running.update(_start(work, index, item))
+                for end in wait(list(running)):
+                    assert isinstance(end, Connection)
+                    index, process = running.pop(end)
+                    results[index] = _receive(end, process)
+        finally:
+            for end, (_, process) in running.items():
+                process.kill()
+                process.join()
+                end.close()
+    return [results[index] for index in range(len(items))]
+
+
+def _start(work: Callable[[Item], Result], index: int, item: Item) -> dict[Connection, tuple[int, BaseProcess]]:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(work, item, theirs))
+    process.start()
+    theirs.close()
+    return {ours: (index, process)}
+
+
+def _receive(end: Connection, process: BaseProcess) -> Result:  # type: ignore[type-var]
+    try:
+        worked, value = end.recv()
+    except EOFError:
+        process.join()
+        raise RankFailure(f"a dry run's process ended with exit code {process.exitcode} and said nothing") from None
+    finally:
+        end.close()
+    process.join()
+    if not worked:
+        raise RankFailure(value)
+    result: Result = value
+    return result
+
+
+def _child(work: Callable[[Item], Result], item: Item, end: Connection) -> None:
+    torch.set_num_threads(1)  # of the parent's pool no thread has come along
+    try:
+        message = (True, work(item))
+    except BaseException:
+        message = (False, traceback.format_exc())  # type: ignore[assignment]
+    end.send(message)
+    end.close()
+    os._exit(0)
+
+
+@contextmanager
+def _ready_to_fork() -> Iterator[None]:
+    """Children share this process's memory as long as nothing is collected or counted in it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,115 @@
+"""What a dry run found, for people and as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from koushi.dryrun.memory import KINDS
+from koushi.dryrun.ranks import RankClass
+from koushi.dryrun.trace import RankTrace
+from koushi.dryrun.world import DeviceKind
+from koushi.job import Job
+from koushi.models.llama.flops import parameter_count
+from koushi.units import bytes_text, count_text, counted
+
+_SHOWN_MODULES = 6
+_SHOWN_RANKS = 4
+
+
+def text(job: Job, kind: DeviceKind, classes: tuple[RankClass, ...], traces: list[RankTrace]) -> str:
+    lines = [
+        f"{job.name}: {job.model_name}, {count_text(parameter_count(job.size))} parameters, "
+        f"{counted(job.mesh.world_size, 'rank')} {job.mesh} as on {kind}; {counted(len(traces), 'kind')} of ranks"
+    ]
+    for one, trace in zip(classes, traces, strict=True):
+        lines += ["", *rank_lines(job, one, trace)]
+    return "\n".join(lines)
+
+
+def rank_lines(job: Job, one: RankClass, trace: RankTrace) -> Iterator[str]:
+    yield f"rank {trace.rank} ({job.mesh.describe(trace.rank)}){_alike(one)}"
+    if trace.extrapolated:
+        yield "  read off a line through other traces: of fewer layers, or of other stages"
+    peak = trace.peak
+    where = _place(*peak.place)
+    yield f"  memory      {bytes_text(peak.bytes)} at the peak, in {where}; {bytes_text(trace.resting)} at rest"
+    for kind in KINDS:
+        if peak.kinds.get(kind):
+            yield f"    {kind:<22}{bytes_text(peak.kinds[kind]):>12}"
+    modules = Counter(_by_layer(peak.modules)).most_common(_SHOWN_MODULES)
+    yield "    by module   " + ", ".join(f"{name or 'the step'} {bytes_text(size)}" for name, size in modules)
+    flops = ", ".join(f"{count_text(count)} in {phase}" for phase, count in trace.flops.items())
+    yield f"  FLOPs       {count_text(sum(trace.flops.values()))}: {flops}"
+    yield "  parameters  " + ", ".join(f"{name} {shape}" for name, shape in _shapes(trace.shapes).items())
+    yield f"  collectives {'sub-mesh':<22}{'operation':<16}{'phase':<11}{'dtype':<10}{'bytes':>12}{'calls':>8}"
+    for collective, calls in sorted(trace.traffic.items()):
+        yield (
+            f"              {collective.submesh:<22}{collective.operation:<16}{collective.phase:<11}"
+            f"{collective.dtype:<10}{bytes_text(collective.bytes):>12}{calls:>8}"
+        )
+
+
+def as_json(job: Job, kind: DeviceKind, classes: tuple[RankClass, ...], traces: list[RankTrace]) -> dict[str, Any]:
+    return {
+        "job": job.name,
+        "mesh": dict(zip(job.mesh.names, job.mesh.shape, strict=True)),
+        "device": kind,
+        "ranks": [
+            {
+                "rank": trace.rank,
+                "coordinate": job.mesh.coordinate(trace.rank),
+                "alike": list(one.ranks),
+                "extrapolated": trace.extrapolated,
+                "parameters": trace.shapes,
+                "memory": {
+                    "peak_bytes": trace.peak.bytes,
+                    "peak_phase": trace.peak.place[0],
+                    "peak_module": trace.peak.place[1],
+                    "resting_bytes": trace.resting,
+                    "by_kind": dict(trace.peak.kinds),
+                    "by_module": dict(trace.peak.modules),
+                },
+                "flops": dict(trace.flops),
+                "traffic": [{**asdict(one), "calls": calls} for one, calls in sorted(trace.traffic.items())],
+                "collectives": [
+                    {**asdict(event.collective), "group": event.ranks, "peer": event.peer, "module": event.module,
+                     "site": str(event.site)}
+                    for event in trace.ledger.events
+                ],
+            }
+            for one, trace in zip(classes, traces, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def _alike(one: RankClass) -> str:
+    others = one.ranks[1:]
+    if not others:
+        return ""
+    shown = ", ".join(map(str, others[:_SHOWN_RANKS])) + (", ..." if len(others) > _SHOWN_RANKS else "")
+    return f", and {len(others)} alike: {shown}"
+
+
+def _place(phase: str, module: str) -> str:
+    return f"{phase} of {module}" if module else phase
+
+
+def _by_layer(modules: Mapping[str, int]) -> Counter[str]:
+    """Bytes by block, or by what stands beside the blocks."""
+    found: Counter[str] = Counter()
+    for name, size in modules.items():
+        pieces = name.split(".")
+        found[".".join(pieces[: 2 if pieces[0] == "layers" else 1])] += size
+    return found
+
+
+def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Blocks that hold the same shapes written once."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        found.setdefault(re.sub(r"layers\.\d+", "layers.*", name), set()).add(shape)
+    return {name: next(iter(each)) for name, each in found.items()}

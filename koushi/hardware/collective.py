@@ -1,0 +1,71 @@
+"""Seconds of a collective by who takes part and how much travels. No torch.
+
+A group is seen as domains x ranks per domain. Ring algorithms pass everything around once: bandwidth is
+that of the narrowest link, latency that of every hop.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil, log2
+from typing import NamedTuple
+
+from koushi.hardware.hardware import Hardware
+from koushi.mesh import MeshSpec
+from koushi.traffic import Operation
+
+
+class Span(NamedTuple):
+    """How a group lies on the cluster."""
+
+    domains: int
+    ranks: int
+    """Of each domain."""
+
+    @property
+    def degree(self) -> int:
+        return self.domains * self.ranks
+
+
+@lru_cache(maxsize=65536)
+def span(mesh: MeshSpec, dims: str, domain: int) -> Span:
+    """Of the groups of a mesh dim, or of a fold (dims joined by a comma), where ranks fill domains of so many."""
+    inside = degree = 1
+    for name in dims.split(","):
+        axis = mesh.names.index(name)
+        stride, along = mesh.strides[axis], mesh.shape[axis]
+        degree *= along
+        inside *= max(1, min(along, domain // stride))
+    return Span(ceil(degree / inside), min(inside, degree))
+
+
+def collective_seconds(hardware: Hardware, operation: Operation, size: float, group: Span) -> float:
+    """Of one call that moves ``size`` bytes in the sense of ``Collective.bytes``; 0 in a group of one.
+
+    Rings: Patarasuk and Yuan 2009 (doi:10.1016/j.jpdc.2008.09.002). All-reduce: by switches inside a domain
+    that can add, and in a tree between domains (arXiv 2004.11731 has both costs).
+    """
+    if group.degree == 1:
+        return 0.0
+    inside, network = hardware.inside, hardware.network
+    if operation in ("send", "recv"):
+        link = inside if group.domains == 1 else network
+        return (link.call_us + link.hop_us) * 1e-6 + size / link.bandwidth
+    degree = group.degree
+    bandwidth = inside.bandwidth if group.ranks > 1 else network.bandwidth
+    latency = inside.call_us + inside.hop_us * (degree - 1)
+    if group.domains > 1:
+        # Every step of a ring waits for its slowest hop.
+        latency = network.call_us + network.hop_us * (degree - 1)
+        bandwidth = min(bandwidth, network.bandwidth * group.ranks)
+    if operation != "all_reduce":
+        return latency * 1e-6 + size * (degree - 1) / degree / bandwidth
+    passes = 2.0 * (degree - 1) / degree
+    if group.domains == 1 and inside.reduces:
+        passes = (degree + 1) / degree
+    if group.domains > 1:
+        latency = inside.call_us + network.call_us + 2 * network.hop_us * log2(group.domains)
+        latency += 2 * inside.hop_us * (group.ranks - 1)
+        # A ring passes to its neighbours; the ways of a tree cross.
+        bandwidth /= 1 + network.crowding * (group.domains - 1)
+    return latency * 1e-6 + size * passes / bandwidth

@@ -1,0 +1,232 @@
+"""Hardware as data: chips, hosts and links, read from YAML files. No torch.
+
+The shipped files stand in ``data/``; a user's own file has the same form. A domain is the set of
+devices that the inner link joins: a node, or a rack where the link leaves the node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import isfinite
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from koushi.config.source import Branch, Entry, Place, plain, read
+from koushi.config.spelling import nearest
+from koushi.errors import ConfigError, Problem
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True, eq=False)
+class Chip:
+    """One device: what it could do at most, and the shares of that which kernels reach."""
+
+    memory_gib: float
+    """What programs can use, in 2^30 bytes."""
+    memory_gb_s: float
+    """Peak memory bandwidth, in 10^9 bytes per second."""
+    peak_tflops: Mapping[str, float]
+    """Dense matmul peak by dtype."""
+    units: int
+    """Processors that work on tiles of a matmul side by side: SMs, CUs, or 1."""
+    sustained: float
+    """Share of the peak that large matmuls hold over a whole step, within the power limit."""
+    burst: float
+    """Share of the peak that full tiles reach while power does not limit them."""
+    streaming: float
+    """Share of the memory bandwidth that elementwise kernels reach."""
+    released: float
+    """What matmuls reach of that with the libraries of a torch release, not the vendor's newest."""
+    released_float8: float
+    """The same of matmuls in float8, whose kernels in torch are younger."""
+    attention_forward: float
+    """Share of the peak that FlashAttention-2 reaches on long sequences with heads of 128."""
+    attention_backward: float
+    newest_attention: float
+    """How much faster the attention made for this chip is than FlashAttention-2."""
+    kernel_us: float
+    """The least time of a kernel on the device, with the gap to the next."""
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gib * 2**30
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """In bytes per second."""
+        return self.memory_gb_s * 1e9
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of dense matmuls; a dtype that the file leaves out goes at the rate of a wider one."""
+        for name in (dtype, "bfloat16" if dtype == "float8" else dtype, "float16", "float32"):
+            if name in self.peak_tflops:
+                return self.peak_tflops[name] * 1e12
+        raise AssertionError("a hardware file always has float32 or float16")
+
+
+@dataclass(frozen=True, eq=False)
+class Host:
+    """What the processor that feeds a device costs."""
+
+    launch_us: float
+    """Host time of one eager operation: Python, dispatch and launch. Autograd's backward takes about half."""
+    step_ms: float
+    """Host time of a step that nothing hides: data, logging, the wait for the loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """What joins devices: inside a domain, or between domains."""
+
+    name: str
+    devices: int
+    """Devices of one domain; 0: any number."""
+    gb_s: float
+    """Per device and direction, in 10^9 bytes per second."""
+    reached: float
+    """Share of it that large collectives reach."""
+    call_us: float
+    """Cost of a collective, however small and few its ranks."""
+    hop_us: float
+    """Latency of one hop from rank to rank."""
+    crowding: float
+    """How much an all-reduce's bandwidth falls with every further domain: 1 / (1 + crowding x (domains - 1))."""
+    reduces: bool
+    """Whether the switch adds up what passes through it, so that an all-reduce crosses a link once."""
+
+    @property
+    def bandwidth(self) -> float:
+        """What large collectives get, in bytes per second and direction."""
+        return self.gb_s * self.reached * 1e9
+
+
+@dataclass(frozen=True, eq=False)
+class Hardware:
+    """A cluster of alike devices."""
+
+    name: str
+    description: str
+    aliases: tuple[str, ...]
+    device_names: tuple[str, ...]
+    """Words that torch's name of the device holds, by which a running job finds its peak."""
+    devices_per_node: int
+    chip: Chip
+    host: Host
+    inside: Link
+    """Within a domain."""
+    network: Link
+    """Between domains."""
+    variation: float
+    """Standard deviation of a device's speed over its like; the slowest of many sets the pace."""
+
+    def with_network(self, gb_s: float) -> Hardware:
+        """The same devices with another network bandwidth per device and direction."""
+        return dataclasses.replace(self, network=dataclasses.replace(self.network, gb_s=gb_s))
+
+
+def load(name_or_path: str) -> Hardware:
+    """The shipped hardware of that name or alias, or that of the user's file.
+
+    Raises ConfigError, naming what is known, for anything else.
+    """
+    known = _names()
+    if name_or_path in known:
+        return _shipped(known[name_or_path])
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        return read_file(path)
+    meant = nearest(name_or_path, known)
+    guess = f"did you mean {meant}? " if meant else ""
+    legal = f"{guess}The names are {', '.join(names())}; or give the path of a hardware file (.yaml)"
+    raise ConfigError([Problem("command line", "hardware", f"no hardware is called {name_or_path!r}", legal)])
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """The shipped hardware."""
+    return tuple(sorted(path.stem for path in DATA.glob("*.yaml")))
+
+
+def read_file(path: Path) -> Hardware:
+    """The hardware that a file describes; raises ConfigError with everything that is wrong with it."""
+    tree = read(path)
+    problems = [one.problem for one in tree.found]
+    hardware = _made(Hardware, tree.branch, "", Place.in_file(path), problems)
+    if problems:
+        raise ConfigError(problems)
+    assert isinstance(hardware, Hardware), "a file without problems describes a whole"
+    return hardware
+
+
+@cache
+def _shipped(name: str) -> Hardware:
+    return read_file(DATA / f"{name}.yaml")
+
+
+@cache
+def _names() -> Mapping[str, str]:
+    """Names and aliases, to the name of the file; aliases are in the file's second line, to spare reading all."""
+    found = {name: name for name in names()}
+    for name in names():
+        line = (DATA / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[1]
+        assert line.startswith("aliases: ["), f"{name}.yaml has its aliases in its second line"
+        found |= {alias.strip(): name for alias in line[10:].partition("]")[0].split(",") if alias.strip()}
+    return found
+
+
+def _made(kind: Any, branch: Branch, prefix: str, place: Place, problems: list[Problem]) -> object:
+    """An instance of the dataclass ``kind``; None, and more in ``problems``, where that cannot be."""
+    hints = get_type_hints(kind)
+    for key, entry in branch.items():
+        if key not in hints:
+            meant = nearest(key, hints)
+            legal = f"did you mean {meant}?" if meant else f"the keys are {', '.join(hints)}"
+            problems.append(Problem(entry.key_place.text, prefix + key, "is not a key of a hardware file", legal))
+    values = {}
+    for key, hint in hints.items():
+        if key not in branch:
+            problems.append(Problem(place.text, prefix + key, "is missing", f"{_needed(hint)} is needed"))
+        else:
+            values[key] = _value(hint, branch[key], prefix + key, problems)
+    return None if problems else kind(**values)
+
+
+def _value(hint: Any, entry: Entry, key: str, problems: list[Problem]) -> object:
+    value = entry.value
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, dict):
+            return _made(hint, value, key + ".", entry.key_place, problems)
+    elif hint is bool:
+        if isinstance(value, bool):
+            return value
+    elif hint is str:
+        if isinstance(value, str):
+            return value
+    elif hint is int:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+    elif hint is float:
+        if _is_amount(value):
+            return float(value)  # type: ignore[arg-type]
+    elif hint == tuple[str, ...]:
+        if isinstance(value, tuple) and all(isinstance(one.value, str) for one in value):
+            return plain(entry)
+    elif isinstance(value, dict) and value and all(_is_amount(one.value) for one in value.values()):
+        return {name: float(one.value) for name, one in value.items()}  # type: ignore[arg-type]
+    problems.append(Problem(entry.place.text, key, f"is {plain(entry)!r}", f"{_needed(hint)} is needed"))
+    return None
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
+
+
+def _needed(hint: Any) -> str:
+    if dataclasses.is_dataclass(hint):
+        return "a section of keys"
+    words = {bool: "true or false", str: "a string", int: "an integer of at least 0", float: "a number of at least 0"}
+    return words.get(hint, "a list of strings" if hint == tuple[str, ...] else "a section of numbers by dtype")

@@ -1,0 +1,59 @@
+"""Telling a pipeline's activations from its gradients on their way between stages.
+
+A send says nothing of what it carries; the stage that makes it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from koushi.traffic import Phase
+
+# Private: what asks a stage for the messages of one microbatch.
+_MAKERS: tuple[tuple[str, Phase], ...] = (
+    ("get_fwd_recv_ops", "forward"),
+    ("get_fwd_send_ops", "forward"),
+    ("get_bwd_recv_ops", "backward"),
+    ("get_bwd_send_ops", "backward"),
+)
+_Maker = Callable[[_PipelineStageBase, int], list[dist.P2POp]]
+
+
+@final
+class Exchanges:
+    """While attached, knows of every message that a stage has made whether it is of forward or of backward."""
+
+    def __init__(self) -> None:
+        self._phases: dict[int, tuple[Tensor, Phase]] = {}
+        self._originals: dict[str, Any] = {}
+
+    def attach(self) -> None:
+        for name, phase in _MAKERS:
+            self._originals[name] = getattr(_PipelineStageBase, name)
+            setattr(_PipelineStageBase, name, self._noting(self._originals[name], phase))
+
+    def detach(self) -> None:
+        for name, original in self._originals.items():
+            setattr(_PipelineStageBase, name, original)
+        self._originals.clear()
+        self._phases.clear()
+
+    def phase(self, tensor: Tensor) -> Phase | None:
+        """Of a message that is now under way; None if no stage has made it."""
+        _, phase = self._phases.pop(id(tensor), (None, None))
+        return phase
+
+    def _noting(self, original: _Maker, phase: Phase) -> _Maker:
+        @wraps(original)
+        def make(stage: _PipelineStageBase, microbatch: int) -> list[dist.P2POp]:
+            made = original(stage, microbatch)
+            self._phases.update({id(one.tensor): (one.tensor, phase) for one in made})
+            return made
+
+        return make

@@ -1,0 +1,129 @@
+"""``koushi plan``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from koushi.check.check import check
+from koushi.check.rule import (
+    DP_REPLICATE,
+    DP_SHARD,
+    MICROBATCH,
+    PER_RANK,
+    PER_STAGE,
+    PP,
+    RECOMPUTE,
+    RESHARD,
+    TP,
+    WORLD,
+)
+from koushi.config.edit import write_edited
+from koushi.config.load import RunFile, load
+from koushi.errors import ConfigError, DoesNotFit
+from koushi.hardware.hardware import Hardware
+from koushi.hardware.hardware import load as load_hardware
+from koushi.job import Job
+from koushi.plan.as_json import plan_json, search_json
+from koushi.plan.fixes import advice
+from koushi.plan.layouts import Layout, question_of, values_of
+from koushi.plan.plan import plan
+from koushi.plan.search import search
+from koushi.plan.search_text import search_text
+from koushi.plan.text import advice_text, plan_text, verdict
+from koushi.plan.workload import of_job
+
+DEFAULT = "h100-sxm-80gb"
+HARDWARE = "run.hardware"
+
+
+def show_plan(path: Path, overrides: Sequence[str], gpus: int | None, hardware: str | None, as_json: bool) -> None:
+    """Print what the run file at ``path`` costs as it stands; raises DoesNotFit where it does."""
+    job = check(load(path, [*overrides, *_forced(gpus, hardware)]))
+    found = plan(of_job(job), hardware_of(job))
+    helps = advice(question_of(job), found)
+    if as_json:
+        click.echo(json.dumps(plan_json(job, found, helps), indent=1))
+    else:
+        click.echo(plan_text(job, found, job.config.run.hardware is not None))
+        if text := advice_text(found, helps):
+            click.echo("\n" + text)
+    if not found.fits:
+        raise DoesNotFit(f"{job.name} {verdict(found)}")
+
+
+def show_search(
+    path: Path, overrides: Sequence[str], gpus: int | None, hardware: str | None, as_json: bool, write: Path | None
+) -> None:
+    """Print the best layouts for the run file's devices, or for ``gpus``; write the winner's degrees to ``write``."""
+    forced = [*overrides, *_forced(gpus, hardware)]
+    run_file = load(path, forced)
+    own = _as_it_stands(run_file)
+    devices = gpus or (own.mesh.world_size if own else run_file.config.parallelism.world_size)
+    if devices is None:
+        own = check(run_file)  # says why the number of devices is not known
+        devices = own.mesh.world_size
+    job = check(load(path, [*forced, *_ALONE]))
+    question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
+    result = search(question, base, on)
+    if as_json:
+        click.echo(json.dumps(search_json(result), indent=1))
+    else:
+        shown = dict.fromkeys(one.layout for one in (*result.best, *result.misses))
+        plans = {layout: plan(layout.of(base), on) for layout in shown}
+        click.echo(search_text(question, result, plans, plan(base, on) if own else None))
+    if not result.best:
+        raise DoesNotFit(f"{job.name}: no layout of {devices} devices fits {on.name}")
+    if write is not None:
+        _write(path, write, run_file, result.best[0].layout)
+        click.echo(f"\nwrote the fastest layout to {write}", err=as_json)
+
+
+_ALONE = (
+    *(f"{key}=1" for key in (PP, DP_REPLICATE, DP_SHARD, TP, WORLD, MICROBATCH)),
+    *(f"{key}=null" for key in (PER_RANK, PER_STAGE)),
+    f"{RESHARD}=auto",
+    f"{RECOMPUTE}=none",
+)
+"""A layout that any run can have, for checking what does not depend on the layout."""
+
+
+def _forced(gpus: int | None, hardware: str | None) -> list[str]:
+    """Options as overrides, which they are a short form of."""
+    found = [] if gpus is None else [f"{WORLD}={gpus}"]
+    if hardware is None:
+        return found
+    file = Path(hardware)
+    return [*found, f"{HARDWARE}={file.absolute() if file.is_file() else hardware}"]
+
+
+def hardware_of(job: Job) -> Hardware:
+    """What the job names, or the default."""
+    return load_hardware(job.config.run.hardware or DEFAULT)
+
+
+def _as_it_stands(run_file: RunFile) -> Job | None:
+    """The job of the run file's own layout, where that is legal."""
+    try:
+        return check(run_file)
+    except ConfigError:
+        return None
+
+
+def _write(source: Path, target: Path, run_file: RunFile, layout: Layout) -> None:
+    """The run file with the overrides that were given and the degrees of ``layout``."""
+    given: dict[str, object] = {
+        key: value_at(run_file, key) for key, place in run_file.places.items() if place.on_command_line
+    }
+    write_edited(source, target, {**given, **values_of(layout)})
+
+
+def value_at(run_file: RunFile, key: str) -> object:
+    value: object = run_file.values
+    for name in key.split("."):
+        assert isinstance(value, dict), f"{key} is set, so that its sections are there"
+        value = value[name]
+    return value

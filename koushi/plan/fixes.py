@@ -1,0 +1,193 @@
+"""What to change where a layout does not fit, or is slower than it could be: single changes, each planned anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from koushi.check.rule import COMPILE, PER_STAGE
+from koushi.hardware.hardware import Hardware
+from koushi.plan.layouts import (
+    MODES,
+    Layout,
+    Pipeline,
+    Question,
+    divisors,
+    is_legal,
+    layout_of,
+    split_of,
+    tensor_degrees,
+    values_of,
+)
+from koushi.plan.memory import every_rank
+from koushi.plan.plan import Plan
+from koushi.plan.score import Costs
+from koushi.plan.search import search
+from koushi.plan.step_time import step_seconds
+from koushi.plan.workload import Workload
+from koushi.schedules import SCHEDULES
+
+SHOWN = 5
+WORTH = 0.01
+"""Share of a step that a change has to save to be named."""
+REDUCE = "precision.reduce"
+MOST_TIMES = 64
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change of the run file and what it leads to."""
+
+    values: Mapping[str, object]
+    """By dotted key, only what changes."""
+    seconds: float
+    """Of a step."""
+    memory: float
+    """Bytes that the device of the fullest rank reports as taken."""
+    note: str = ""
+    """What it costs besides."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would help, best first."""
+
+    fixes: tuple[Fix, ...]
+    devices: int | None = None
+    """Where nothing on as many devices fits: how many of them do, with ``dp_shard`` as many times as large."""
+    dp_shard: int | None = None
+
+
+def advice(question: Question, before: Plan) -> Advice:
+    """The cheapest changes that make ``before`` fit, the fastest first; if it fits, those that make it faster."""
+    tried = sorted(single_changes(question, before), key=lambda fix: (fix.seconds, fix.memory))
+    if tried or before.fits:
+        return Advice(_distinct(tried))
+    found = search(question, before.workload, before.hardware).best
+    if found:
+        values = changed(before.workload, found[0].layout)
+        return Advice((Fix(values, found[0].seconds, found[0].memory),))
+    return _more_devices(question, before)
+
+
+def _distinct(fixes: Iterable[Fix]) -> tuple[Fix, ...]:
+    """The first few, one for each kind of change."""
+    found: dict[frozenset[str], Fix] = {}
+    for fix in fixes:
+        found.setdefault(frozenset(fix.values), fix)
+    return tuple(list(found.values())[:SHOWN])
+
+
+def single_changes(question: Question, before: Plan) -> Iterator[Fix]:
+    """Every legal change of one thing that leads to a plan that fits, and to a faster one where ``before`` fits."""
+    workload, layout, hardware = before.workload, layout_of(before.workload), before.hardware
+    slowest = before.time.seconds * (1 - WORTH) if before.fits else inf
+    costs = Costs(workload, hardware)
+    for other in dict.fromkeys(neighbours(question, layout)):
+        if other == layout or not is_legal(question, other):
+            continue
+        split = split_of(question, other)
+        moved = _moved(workload, layout, other)
+        divided = moved.stage_layers == other.of(workload).stage_layers
+        if divided and costs.memory_floor(split, other) > costs.capacity:
+            continue
+        if divided and costs.layout_floor(split, other) > slowest:
+            continue
+        yield from _judged(moved, hardware, slowest, changed(workload, other))
+    if workload.reduce == "float32" and workload.compute == "bfloat16":
+        note = "gradients are added up with less precision"
+        yield from _judged(replace(workload, reduce="bfloat16"), hardware, slowest, {REDUCE: "bfloat16"}, note)
+    if not question.compiled and not (layout.pp > 1 and SCHEDULES[workload.schedule].splits_backward):
+        fused = replace(workload, system=replace(workload.system, fused=True))
+        yield from _judged(fused, hardware, slowest, {COMPILE: True}, "the first step compiles")
+
+
+def _judged(
+    workload: Workload, hardware: Hardware, slowest: float, values: Mapping[str, object], note: str = ""
+) -> Iterator[Fix]:
+    """The change, where it fits and is fast enough."""
+    seconds = step_seconds(workload, hardware)
+    if seconds <= slowest:
+        memory = max(one.device for one in every_rank(workload, hardware))
+        if memory <= hardware.chip.memory_bytes:
+            yield Fix(values, seconds, memory, note)
+
+
+def _moved(workload: Workload, before: Layout, after: Layout) -> Workload:
+    """Under ``after``; layers that the run file divides itself stay so where there are as many stages."""
+    moved = after.of(workload)
+    same = before.pipeline.stages_per_rank * before.pp == after.pipeline.stages_per_rank * after.pp
+    return replace(moved, stage_layers=workload.stage_layers) if same else moved
+
+
+def neighbours(question: Question, layout: Layout) -> Iterator[Layout]:
+    """Layouts that differ in one thing, legal or not."""
+    for recompute in MODES:
+        yield layout._replace(recompute=recompute)
+    samples = question.global_batch_size // (layout.dp_replicate * layout.dp_shard)
+    for size in _beside(divisors(samples), layout.microbatch_size):
+        yield layout._replace(microbatch_size=size)
+    yield layout._replace(reshard_after_forward=not layout.reshard_after_forward)
+    data_parallel = layout.dp_replicate * layout.dp_shard
+    for shard in {*_beside(divisors(data_parallel), layout.dp_shard), data_parallel}:
+        yield layout._replace(dp_shard=shard, dp_replicate=data_parallel // shard)
+    for tp in _beside(tensor_degrees(question), layout.tp):
+        yield from _with_shards(layout._replace(tp=tp), question)
+    yield from _pipelines(question, layout)
+
+
+def _pipelines(question: Question, layout: Layout) -> Iterator[Layout]:
+    pipeline = layout.pipeline
+    for pp in _beside(divisors(question.devices // layout.tp), layout.pp):
+        reshard = pp == 1 and layout.reshard_after_forward
+        for schedule, needs in SCHEDULES.items():
+            same = pipeline.pp > 1 and schedule == pipeline.schedule
+            stages = pipeline.stages_per_rank if same else needs.fewest_stages_per_rank
+            other = Pipeline(pp, schedule, stages) if pp > 1 else Pipeline()
+            yield from _with_shards(layout._replace(pipeline=other, reshard_after_forward=reshard), question)
+    if layout.pp > 1:
+        for schedule, needs in SCHEDULES.items():
+            few = needs.fewest_stages_per_rank
+            counts = {few, 2 * few, pipeline.stages_per_rank}
+            if schedule == pipeline.schedule:
+                counts |= {pipeline.stages_per_rank + 1, pipeline.stages_per_rank - 1, 2 * pipeline.stages_per_rank}
+            for stages in sorted(counts):
+                yield layout._replace(pipeline=Pipeline(layout.pp, schedule, stages))
+
+
+def _with_shards(layout: Layout, question: Question) -> Iterator[Layout]:
+    """With dp_shard taking up what is left of the devices."""
+    shard, left = divmod(question.devices, layout.tp * layout.pp * layout.dp_replicate)
+    if left == 0:
+        yield layout._replace(dp_shard=shard)
+
+
+def _beside(choices: tuple[int, ...], value: int) -> tuple[int, ...]:
+    """The nearest choices below and above."""
+    below = [one for one in choices if one < value]
+    above = [one for one in choices if one > value]
+    return (*below[-1:], *above[:1])
+
+
+def changed(workload: Workload, after: Layout) -> dict[str, object]:
+    """What the run file of ``workload`` has to say differently; None: nothing any more."""
+    before = layout_of(workload)
+    old, new = values_of(before), values_of(after)
+    found = {key: value for key, value in new.items() if value != old.get(key)}
+    if workload.stage_layers != before.of(workload).stage_layers and before.pipeline != after.pipeline:
+        found[PER_STAGE] = None  # that many stages are no more
+    return found
+
+
+def _more_devices(question: Question, before: Plan) -> Advice:
+    layout, times = layout_of(before.workload), 2
+    while times <= MOST_TIMES:
+        wider = layout._replace(dp_shard=layout.dp_shard * times)
+        if not is_legal(replace(question, devices=question.devices * times), wider):
+            break
+        ranks = every_rank(_moved(before.workload, layout, wider), before.hardware)
+        if max(one.device for one in ranks) <= before.hardware.chip.memory_bytes:
+            return Advice((), question.devices * times, wider.dp_shard)
+        times *= 2
+    return Advice(())

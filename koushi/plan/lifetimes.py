@@ -1,0 +1,221 @@
+"""When each tensor of a run of operations is made and let go, forward and backward. No torch.
+
+Autograd's rules: a tensor lives until Python and every saved variable have let it go; an operation's backward
+frees what it has saved and the gradient that came in once it has made its own; a second gradient of the same
+tensor is added to the first in place. Non-reentrant checkpointing (arXiv 1604.06174) keeps a block's input and
+stops going forward again at the last tensor that backward needs; selective recompute also keeps the outputs of
+operations that are dear (arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from koushi.plan.operations import Op
+from koushi.plan.spans import ACTIVATIONS, Account, Span
+from koushi.plan.workload import Recompute
+
+Ops = tuple[Op, ...]
+Half = Literal["inputs", "weights"]
+"""Parts of a backward that is split in two."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What happens to the gradients of weights as backward makes them."""
+
+    kind: int
+    """Where they count."""
+    width: int
+    """Bytes of an element when made."""
+    cast: int = 0
+    """Bytes of an element of the cast of a weight that its operation keeps; 0 where there is none."""
+    stay: bool = True
+    """Whether they stay; else they are added at once to those of an earlier microbatch."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Operations that autograd goes through, and how."""
+
+    ops: Ops
+    weights: Weights
+    input_bytes: int = 0
+    """Of ``x``."""
+    input_kind: int = ACTIVATIONS
+    recompute: Recompute = "none"
+    kept: frozenset[str] = frozenset()
+    """Outputs that selective recompute keeps."""
+    held: frozenset[str] = frozenset()
+    """What somebody else holds from the end of forward to the end of backward."""
+    stops_early: bool = True
+    """Whether a checkpoint stops at the last tensor that backward needs; else it goes forward to the end."""
+
+    @property
+    def last(self) -> str:
+        return self.ops[-1].makes
+
+
+def keeps_input(stretch: Stretch) -> bool:
+    """Whether ``x`` is there until backward."""
+    return stretch.recompute != "none" or any("x" in op.saves for op in stretch.ops)
+
+
+@cache
+def forward_span(stretch: Stretch) -> Span:
+    """Begins with the input ``x`` there, ends with the output and what is kept for backward."""
+    run = _forward(stretch, Account())
+    return run.account.close()
+
+
+@cache
+def backward_span(stretch: Stretch, half: Half | None = None) -> Span:
+    """Begins with the gradient of the output and what forward has kept; ends with the gradient of ``x`` and those
+    of weights where they stay. The output itself, and what is ``held``, are not its own to free.
+
+    The first half of a split backward keeps everything for the second, and each weight's incoming gradient besides.
+    """
+    if half == "weights":
+        return _second_half(stretch, backward_span(stretch, "inputs"), backward_span(stretch))
+    run = _forward(stretch, Account())
+    run.alive.pop(stretch.last, None)
+    run.account = Account()
+    if stretch.recompute != "none":
+        run.again()
+    run.backward(half)
+    return run.account.close()
+
+
+def _second_half(stretch: Stretch, first: Span, whole: Span) -> Span:
+    """From where ``first`` ends to where the whole backward does; one weight's gradient at a time."""
+    account = Account()
+    weights = stretch.weights
+    for op in stretch.ops:
+        made = op.weight * (weights.cast or weights.width)
+        account.hold(weights.kind, made)
+        if weights.cast:
+            account.hold(weights.kind, op.weight * weights.width)
+            account.drop(weights.kind, made)
+        if not weights.stay:
+            account.drop(weights.kind, op.weight * weights.width)
+    for kind, (there, end) in enumerate(zip(first.after, whole.after, strict=True)):
+        if kind != weights.kind:
+            account.drop(kind, there - end)
+    return account.close()
+
+
+def _forward(stretch: Stretch, account: Account) -> _Run:
+    run = _Run(stretch, account)
+    if stretch.recompute != "none":
+        run.keep = stretch.kept | {"x"} if stretch.recompute == "selective" else frozenset({"x"})
+    run.forward(len(stretch.ops), saving=stretch.recompute == "none")
+    return run
+
+
+class _Run:
+    """Tensors by name, as they come and go."""
+
+    def __init__(self, stretch: Stretch, account: Account):
+        self.stretch, self.account = stretch, account
+        ops = stretch.ops
+        self.last_read = {name: index for index, op in enumerate(ops) for name in op.reads}
+        self.kinds = {op.makes: op.kind for op in ops} | {"x": stretch.input_kind}
+        self.alive: dict[str, int] = {"x": stretch.input_bytes}
+        self.saved: Counter[str] = Counter()
+        self.keep: frozenset[str] = frozenset()
+        """What a checkpoint keeps, whatever Python does."""
+
+    def forward(self, stop: int, saving: bool, cached: frozenset[str] = frozenset()) -> None:
+        """Through the operations before ``stop``; outputs named in ``cached`` are there already."""
+        for index, op in enumerate(self.stretch.ops[:stop]):
+            cast = op.weight * self.stretch.weights.cast
+            if op.makes not in cached:
+                self.account.hold(op.kind, op.size + op.hidden)
+                self.alive[op.makes] = op.size
+            self.account.hold(ACTIVATIONS, cast)
+            self.account.touch(op.kind, op.work)
+            if saving:
+                self.saved.update(op.saves)
+            else:
+                self.account.drop(ACTIVATIONS, cast)
+                if op.makes not in self.keep:
+                    self.account.drop(op.kind, op.hidden)
+            for name in op.reads:
+                if self.last_read[name] == index:
+                    self.release(name)
+
+    def release(self, name: str) -> None:
+        """Python has let go."""
+        if name in self.alive and not self.saved[name] and name not in self.keep and name not in self.stretch.held:
+            self.account.drop(self.kinds[name], self.alive.pop(name))
+
+    def again(self) -> None:
+        """What a checkpoint does before backward: forward, up to the last operation that saves anything."""
+        ops = self.stretch.ops
+        stop = max(index for index, op in enumerate(ops) if op.saves or op.hidden)
+        if not self.stretch.stops_early:
+            stop = len(ops) - 1
+        cached = self.keep - {"x"}
+        late = frozenset(op.makes for op in ops[stop:])
+        self.keep = (cached & late) | {"x"}
+        self.forward(stop, saving=True, cached=cached)
+        self.saved.update(ops[stop].saves)
+        self.account.hold(ACTIVATIONS, ops[stop].hidden + ops[stop].weight * self.stretch.weights.cast)
+        for name in list(self.alive):
+            self.release(name)
+
+    def backward(self, half: Half | None) -> None:
+        weights = self.stretch.weights
+        last = self.stretch.ops[-1]
+        gradients: dict[str, list[int]] = {last.makes: [last.size, 1]}
+        for op in reversed(self.stretch.ops):
+            gradient = gradients.pop(op.makes, [0, 1])  # none for token ids
+            for name, size in op.gives:
+                self.account.hold(self.kinds[name], size)
+            if half is None:
+                self.account.hold(weights.kind, op.weight * (weights.cast or weights.width))
+            if half == "inputs":
+                self.account.hold(op.kind, op.half_keeps)
+            self.account.touch(op.kind, op.half_work or op.back_work if half == "inputs" else op.back_work)
+            self._add(op, gradient, gradients)
+            if half is None or not op.weight or op.half_keeps:
+                gradient[1] -= 1
+                if not gradient[1]:
+                    self.account.drop(op.kind, gradient[0])
+            if half is None:
+                self._free_saved(op)
+                self._weight_gradient(op.weight)
+        if half is None:
+            self.keep = frozenset()
+            for name in self.alive.keys() - self.stretch.held:
+                self.account.drop(self.kinds[name], self.alive.pop(name))
+
+    def _free_saved(self, op: Op) -> None:
+        for name in op.saves:
+            self.saved[name] -= 1
+            self.release(name)
+        self.account.drop(op.kind, op.hidden)
+        self.account.drop(ACTIVATIONS, op.weight * self.stretch.weights.cast)
+
+    def _weight_gradient(self, count: int) -> None:
+        """Into the weight's own dtype, and to those that are there already."""
+        weights = self.stretch.weights
+        if weights.cast:
+            self.account.hold(weights.kind, count * weights.width)
+            self.account.drop(weights.kind, count * weights.cast)
+        if not weights.stay:
+            self.account.drop(weights.kind, count * weights.width)
+
+    def _add(self, op: Op, gradient: list[int], gradients: dict[str, list[int]]) -> None:
+        for name, size in op.gives:
+            if not size:
+                gradient[1] += 1
+            if name not in gradients:
+                gradients[name] = [size, 1] if size else gradient
+            else:  # added in place
+                self.account.drop(self.kinds[name], size)
+                if not size:
+                    gradient[1] -= 1

@@ -1,0 +1,338 @@
+"""A pipeline stage's actions as spans of bytes, and the fullest moment of a rank that holds several. No torch.
+
+torch's stages keep a microbatch from its forward to its backward, receive into buffers made for every
+microbatch, and, with ``fully_shard``, leave parameters gathered and gradients whole, in the dtype of the
+reduction, until the stage's last backward is done (torch/distributed/pipelining/stage.py, 2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
+
+from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input
+from koushi.plan.operations import Device
+from koushi.plan.sharded import Sharded
+from koushi.plan.situations import Situation, situations_of_rank
+from koushi.plan.spans import (
+    ACTIVATIONS,
+    GRADIENTS,
+    LOGITS,
+    NOTHING,
+    PIPELINE_BUFFERS,
+    UNSHARDED_GRADIENTS,
+    UNSHARDED_PARAMETERS,
+    Account,
+    Bytes,
+    Span,
+)
+from koushi.plan.stages import Stage, stage_of
+from koushi.plan.units import Unit, held_elsewhere
+from koushi.plan.unshard import MOST_UNSHARDED
+from koushi.plan.workload import Workload
+from koushi.schedules import stages_of_rank
+
+
+def input_in_flight(stage: Stage) -> bool:
+    """Whether the received input counts as an activation until backward."""
+    if stage.shape.first:
+        return True
+    blocks = stage.blocks(True)
+    if blocks:
+        return keeps_input(blocks[0][0])
+    return not stage.shape.last or keeps_input(stage.output(True))
+
+
+@lru_cache(maxsize=4096)
+def forward(stage: Stage) -> Span:
+    """Of one microbatch."""
+    account = Account("in forward")
+    if stage.shape.first:
+        account.go(forward_span(stage.embedding(True)))
+    else:
+        account.drop(PIPELINE_BUFFERS, _received(stage))
+        account.hold(ACTIVATIONS, stage.stream)
+    for stretch, count in stage.blocks(True):
+        account.go(forward_span(stretch), count)
+    if not input_in_flight(stage):
+        account.hold(PIPELINE_BUFFERS, _received(stage))
+    if stage.shape.last:
+        account.go(forward_span(stage.output(True)))
+        account.where = "in forward, at the loss"
+        account.go(forward_span(stage.loss()))
+    return account.close()
+
+
+def _received(stage: Stage) -> int:
+    """Bytes of a receive buffer that a microbatch's input lies in, if it has one of its own."""
+    return stage.stream if stage.shape.system.buffers_every_microbatch else 0
+
+
+@lru_cache(maxsize=4096)
+def backward(stage: Stage, first: bool, half: Half | None = None) -> Span:
+    """Of one microbatch, whose gradients are the stage's ``first`` or are added to those that are there."""
+    shape = stage.shape
+    # With another dtype for the reduction, a block's gradients stay as they are made until the block is done.
+    stay = first or (stage.fsdp and stage.compute != stage.reduce)
+    tail = "" if half is None else ", for the inputs" if half == "inputs" else ", for the weights"
+    if half == "inputs" and shape.first:
+        return Span()
+    takes, gives = half != "weights", half != "inputs"
+    if shape.first:
+        half = None  # the first stage goes backward once, for the weights
+    account = Account("in backward, at the loss" + tail)
+    if takes and shape.last:
+        account.go(backward_span(stage.loss()))
+    elif takes:
+        account.drop(PIPELINE_BUFFERS, _received(stage))
+        account.hold(ACTIVATIONS, stage.stream)
+    account.where = "in backward" + tail
+    units = stage.units(1)
+    if shape.last:
+        account.go(backward_span(stage.output(stay), half))
+        _accumulate(stage, account, units.root, first, half)
+    for stretch, count in reversed(stage.blocks(stay)):
+        one = Account()
+        one.go(backward_span(stretch, half))
+        _accumulate(stage, one, units.block, first, half)
+        account.go(one.close(), count)
+    if shape.first:
+        account.where = "at the end of backward, at the embedding" + tail
+        account.go(backward_span(stage.embedding(stay)))
+        if units.embedding is not None:
+            _accumulate(stage, account, units.embedding, first, half)
+    elif takes:
+        # The gradient of the input is sent, and the buffers are there for the next step.
+        account.drop(ACTIVATIONS, stage.stream)
+        account.hold(PIPELINE_BUFFERS, _received(stage) if input_in_flight(stage) else 0)
+    if shape.last:
+        account.drop(LOGITS, stage.logits if takes else 0)
+    else:
+        # The output is kept for the second half.
+        account.drop(ACTIVATIONS, stage.stream if gives else 0)
+        account.hold(PIPELINE_BUFFERS, _received(stage) if takes else 0)
+    if shape.holder == "buffers":
+        account.drop(UNSHARDED_GRADIENTS, account.held(UNSHARDED_GRADIENTS))
+    return account.close()
+
+
+def _accumulate(stage: Stage, account: Account, unit: Unit, first: bool, half: Half | None) -> None:
+    """A unit's gradients into the dtype of the reduction, tensor by tensor, or to those that are there."""
+    compute, reduce = stage.compute, stage.reduce
+    if not stage.fsdp or compute == reduce or half == "inputs":
+        return
+    if not first:
+        account.drop(UNSHARDED_GRADIENTS, unit.whole * compute)
+        return
+    for tensor in unit.tensors:
+        account.hold(UNSHARDED_GRADIENTS, tensor * reduce)
+        account.drop(UNSHARDED_GRADIENTS, tensor * compute)
+
+
+@lru_cache(maxsize=65536)
+def reduction(stage: Stage, shards: int, replicas: int) -> Span:
+    """From whole gradients to this rank's shards of their sums."""
+    account = Account("as gradients are reduced after the last backward")
+    sharded = Sharded(account, stage, shards, replicas)
+    units, width = sharded.units, stage.reduce
+    sharded.reduce(units.root, width)
+    for times in (1, units.blocks - 1):
+        one = Account(account.where)
+        around = sharded.again(one)
+        around.reduce(units.block, width)
+        if times > 0:
+            sharded.then(around, one.close(), times)
+    if units.embedding is not None:  # a part of the model gets it after its blocks
+        sharded.reduce(units.embedding, width)
+    sharded.end_backward()
+    return account.close()
+
+
+def sum_of(kind: int, count: int) -> Bytes:
+    return tuple(count if one == kind else 0 for one in range(len(NOTHING)))
+
+
+def whole_gradients(stage: Stage) -> Bytes:
+    """While they are added up over microbatches."""
+    if stage.fsdp:
+        # The second half of a backward leaves gradients in the compute dtype until the next action.
+        late = stage.compute if stage.shape.splits and stage.reduce != stage.compute else 0
+        return sum_of(UNSHARDED_GRADIENTS, stage.whole * (stage.reduce + late))
+    return sum_of(GRADIENTS, stage.whole * stage.master) if stage.shape.holder == "parameters" else NOTHING
+
+
+class Held:
+    """What each of a rank's stages of one kind adds to what is held, in each of its ways."""
+
+    def __init__(self, stage: Stage, shards: int, replicas: int, sent: int):
+        self.stage, self.shards, self.replicas = stage, shards, replicas
+        kept = forward(stage).after
+        half = backward(stage, False, "inputs").after if stage.shape.splits else NOTHING
+        padded = stage.units(shards).total.padded
+        whole = whole_gradients(stage)
+        self.unsharded = padded * stage.compute if stage.fsdp else 0
+        self.counted = (kept, tuple(map(sum, zip(kept, half, strict=True))), sum_of(ACTIVATIONS, sent), whole)
+        """By what is counted in a situation."""
+        self.reduced = sum_of(GRADIENTS, padded // shards * stage.master) if stage.fsdp else whole
+
+    def span(self, situation: Situation) -> Span:
+        """Of the action that ``situation`` begins."""
+        if situation.step == "F":
+            return forward(self.stage)
+        if situation.step == "R":
+            return reduction(self.stage, self.shards, self.replicas)
+        return backward(self.stage, situation.first, _HALVES[situation.step])
+
+
+_HALVES: dict[str, Half | None] = {"B": None, "I": "inputs", "W": "weights"}
+
+
+def buffer_bytes(workload: Workload, stage: Stage) -> int:
+    """Of the buffers that a stage receives into."""
+    ends = (not stage.shape.first) + (not stage.shape.last)
+    every = workload.microbatches if workload.system.buffers_every_microbatch else 1
+    return every * ends * stage.stream
+
+
+def sent_bytes(workload: Workload, index: int, stage: Stage) -> tuple[int, int]:
+    """Bytes that stay of what has been sent on: of every microbatch that is done, and of the last one alone.
+
+    gloo holds what it sends as long as somebody holds the send: GPipe and torch's runtime of several stages do
+    until the end of the step, 1F1B one of each direction. NCCL lets go, but a list of sends stays, and the first
+    half of a split backward leaves its gradient on the input.
+    """
+    before, after = (held_elsewhere(workload, index, index + step) for step in (-1, 1))
+    gloo = stage.shape.block.device == "cpu"
+    if workload.schedule == "1F1B":
+        return 0, stage.stream * (before + (after and gloo))
+    if gloo:
+        return stage.stream * (before + after), 0
+    if workload.schedule == "GPipe":
+        return 0, stage.stream * before
+    return stage.stream * before if stage.shape.splits else 0, 0
+
+
+def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span:
+    """From the start of a step to its end, on the rank at pipeline coordinate ``pp`` with its ``stages``."""
+    mesh = workload.mesh
+    sent = [sent_bytes(workload, one.index, one.stage) for one in stages]
+    most_sent = workload.microbatches if any(every for every, _ in sent) else 1
+    kinds = _kinds(workload.stage_layers)
+    shards, replicas = mesh.degree("dp_shard"), mesh.degree("dp_replicate")
+    held = {
+        one.kind: Held(one.stage, shards, replicas, max(several)) for one, several in zip(stages, sent, strict=True)
+    }
+    rank = _Rank(held, {one.kind: one.count for one in stages}, max(kinds) + 1)
+    shape = (workload.schedule, mesh.degree("pp"), len(workload.stage_layers), workload.microbatches)
+    found = situations_of_rank(*shape, pp, most_sent, kinds)
+    return rank.fullest(found, sum(one.count * buffer_bytes(workload, one.stage) for one in stages))
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Those of a rank's stages that are alike."""
+
+    kind: int
+    index: int
+    """Of the first of them."""
+    stage: Stage
+    count: int
+
+
+def alike_stages(workload: Workload, pp: int, device: Device) -> tuple[Alike, ...]:
+    """The stages of the rank at pipeline coordinate ``pp``, by kind."""
+    return tuple(
+        Alike(kind, index, stage_of(workload, index, device), count)
+        for kind, index, count in _held_kinds(
+            workload.schedule, workload.mesh.degree("pp"), _kinds(workload.stage_layers), pp
+        )
+    )
+
+
+@lru_cache(maxsize=65536)
+def _held_kinds(schedule: str, degree: int, kinds: tuple[int, ...], pp: int) -> tuple[tuple[int, int, int], ...]:
+    """Kind, first index and count of the stages at pipeline coordinate ``pp``."""
+    held = stages_of_rank(schedule, degree, len(kinds), pp) if degree > 1 else tuple(range(len(kinds)))
+    counts = Counter(kinds[index] for index in held)
+    first = {kinds[index]: index for index in reversed(held)}
+    return tuple((kind, first[kind], count) for kind, count in counts.items())
+
+
+@lru_cache(maxsize=4096)
+def _kinds(stage_layers: tuple[int, ...]) -> tuple[int, ...]:
+    """A number for every stage, the same for stages that are alike."""
+    last = len(stage_layers) - 1
+    numbers: dict[tuple[int, bool, bool], int] = {}
+    return tuple(
+        numbers.setdefault((layers, index == 0, index == last), len(numbers))
+        for index, layers in enumerate(stage_layers)
+    )
+
+
+class _Rank:
+    """A rank's stages by kind, and sums over what they hold."""
+
+    def __init__(self, held: dict[int, Held], stages: dict[int, int], kinds: int):
+        self.held, self.stages, self.kinds = held, stages, kinds
+        self._unsharded_by: dict[tuple[int, ...], int] = {}
+        nothing = Held.__new__(Held)
+        nothing.counted, nothing.reduced, nothing.unsharded = (NOTHING,) * 4, NOTHING, 0
+        by_kind = [held.get(kind, nothing) for kind in range(kinds)]
+        self.vectors = [one.counted[what] for what in range(4) for one in by_kind]
+        self.reduced = [one.reduced for one in by_kind]
+        self.totals = [sum(vector) for vector in self.vectors]
+        self.shards = [vector[GRADIENTS] for vector in self.vectors]
+        self.reduced_totals = [sum(vector) for vector in self.reduced]
+        self.reduced_shards = [vector[GRADIENTS] for vector in self.reduced]
+
+    def fullest(self, found: Iterable[Situation], buffers: int) -> Span:
+        """A span with the peak of the fullest of the situations, and the peaks of the streams over all of them."""
+        best: tuple[int, Situation, Span] | None = None
+        compute_highest = shards_highest = 0
+        for situation in found:
+            total = _dot(situation.counts, self.totals) + _dot(situation.reduced, self.reduced_totals)
+            total += self._unsharded(situation.reduced)
+            shards = _dot(situation.counts, self.shards) + _dot(situation.reduced, self.reduced_shards)
+            span = self.held[situation.kind].span(situation)
+            compute_highest = max(compute_highest, total - shards + span.compute_highest)
+            shards_highest = max(shards_highest, shards + span.stream_highest[0])
+            if best is None or total + span.highest > best[0]:
+                best = total + span.highest, situation, span
+        assert best is not None, "a schedule has actions"
+        highest, situation, span = best
+        peak = list(span.peak)
+        peak[PIPELINE_BUFFERS] += buffers
+        peak[UNSHARDED_PARAMETERS] += self._unsharded(situation.reduced)
+        for vector, count in zip((*self.vectors, *self.reduced), (*situation.counts, *situation.reduced), strict=True):
+            if count:
+                peak = [there + count * more for there, more in zip(peak, vector, strict=True)]
+        flying = f"{situation.in_flight} microbatch{'' if situation.in_flight == 1 else 'es'} in flight"
+        where = f"stage {situation.stage} {span.moment}, with {flying}"
+        streams = (shards_highest, self._gathering())
+        return Span(NOTHING, tuple(peak), highest + buffers, where, 0, compute_highest + buffers, streams)
+
+    def _unsharded(self, reduced: tuple[int, ...]) -> int:
+        """Bytes of gathered parameters: of the stages that are not done, and of no more than torch's runtime keeps."""
+        found = self._unsharded_by.get(reduced)
+        if found is None:
+            there = [(self.held[kind].unsharded, count - reduced[kind]) for kind, count in self.stages.items()]
+            sizes = sorted(size for size, count in there for _ in range(min(count, MOST_UNSHARDED)))
+            found = self._unsharded_by[reduced] = sum(sizes[-MOST_UNSHARDED:])
+        return found
+
+    def _gathering(self) -> int:
+        """Bytes of the buffers that the largest units are gathered in, one after the other."""
+        sizes = (
+            2 * unit.padded * one.stage.compute if one.stage.fsdp and one.shards > 1 else 0
+            for one in self.held.values()
+            for unit, _ in one.stage.units(one.shards).all
+        )
+        # A stage may hold nothing at all.
+        return max(sizes, default=0)
+
+
+def _dot(counts: tuple[int, ...], sizes: list[int]) -> int:
+    return sum(map(mul, counts, sizes))

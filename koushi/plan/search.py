@@ -1,0 +1,261 @@
+"""The best layouts of a run on so many devices: every legal one is considered, few are judged in full. No torch.
+
+Best first: layouts are grouped by what their costs have in common, each group has a bound that no member
+beats, and the group with the lowest bound is opened next. What can neither be among the fastest nor be
+smaller than all that is faster is never opened, so that nothing is lost (``tests/plan/test_search.py``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import NamedTuple
+
+from koushi.hardware.hardware import Hardware
+from koushi.plan.layouts import (
+    MODES,
+    Layout,
+    Pipeline,
+    Question,
+    Split,
+    divisors,
+    pipelines,
+    recompute_modes,
+    reshard_choices,
+    splits,
+)
+from koushi.plan.score import Costs, Scored
+from koushi.plan.workload import Recompute, Workload
+
+BEST = 4
+"""Pairs of tp and pp that are ranked."""
+SLOWEST = 1.25
+"""Of the front: how many times as long as the fastest a step may take."""
+MISSES = 3
+"""Layouts shown that would be faster but do not fit."""
+_REMEMBERED = 64
+
+Degrees = tuple[int, int]
+"""tp and pp."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has found; empty where nothing fits."""
+
+    best: tuple[Scored, ...]
+    """The fastest layout of every pair of tp and pp, fastest first, up to ``BEST``."""
+    front: tuple[Scored, ...]
+    """Layouts that no other beats in both memory and speed, fastest first, up to ``SLOWEST`` times the fastest."""
+    misses: tuple[Scored, ...]
+    """Faster than the best, but too large: of those that came up, the smallest."""
+    legal: int
+    """Layouts considered."""
+    judged: int
+    """Pipelines simulated; layouts that only differ in how data parallel shards share one."""
+
+
+class _Group(NamedTuple):
+    """Layouts that share a division of devices and recompute."""
+
+    split: Split
+    recompute: Recompute
+
+
+class _Piped(NamedTuple):
+    """Layouts that share a pipeline as well."""
+
+    split: Split
+    recompute: Recompute
+    pipeline: Pipeline
+
+
+class _One(NamedTuple):
+    """A single layout."""
+
+    split: Split
+    layout: Layout
+    memory: float
+    """A bound."""
+    exact: bool
+    """Whether the pipeline has been simulated."""
+
+
+_Item = _Group | _Piped | _One
+
+
+def search(question: Question, base: Workload, hardware: Hardware) -> SearchResult:
+    """Rank every layout of ``question``; ``base`` gives what stays as it is."""
+    return _Search(question, base, hardware).run()
+
+
+class _Search:
+    """One search under way."""
+
+    def __init__(self, question: Question, base: Workload, hardware: Hardware):
+        self.question = question
+        self.costs = Costs(base, hardware)
+        self.found = _Found()
+        self._order = count()
+        self._heap: list[tuple[float, int, _Item]] = []
+
+    def run(self) -> SearchResult:
+        costs = self.costs
+        for split in splits(self.question):
+            if costs.room.split_floor(split, split.data_parallel) > costs.capacity:
+                continue
+            for recompute in MODES:
+                self._push(costs.split_floor(split, recompute), _Group(split, recompute))
+        while self._heap:
+            floor, _, item = heappop(self._heap)
+            if floor > self.found.slowest_wanted:
+                break
+            if isinstance(item, _One):
+                self._judge(item, floor)
+            elif isinstance(item, _Piped):
+                self._spread(item, floor)
+            else:
+                self._open(item)
+        misses = self.found.misses(costs)
+        return self.found.result(misses, legal_count(self.question), costs.simulated)
+
+    def _push(self, floor: float, item: _Item) -> None:
+        if floor <= self.found.slowest_wanted:
+            heappush(self._heap, (floor, next(self._order), item))
+
+    def _open(self, group: _Group) -> None:
+        split = group.split
+        for pipeline in pipelines(self.question, split.pp, split.microbatches):
+            if group.recompute in recompute_modes(pipeline):
+                piped = _Piped(split, group.recompute, pipeline)
+                self._push(self.costs.pipeline_floor(split, group.recompute, pipeline), piped)
+
+    def _spread(self, group: _Piped, group_floor: float) -> None:
+        """Over the ways in which data parallel shards."""
+        split, recompute, pipeline = group.split, group.recompute, group.pipeline
+        for layout in spread(split, recompute, pipeline):
+            memory = self.costs.memory_floor(split, layout)
+            if memory > self.costs.capacity:
+                if self.found.is_near_miss(memory):
+                    self.found.miss(memory, self.costs.layout_floor(split, layout), layout)
+                if not layout.reshard_after_forward:
+                    return  # fewer shards are larger still, and gathered parameters that stay come last
+            elif not self.found.is_beaten(group_floor, memory, layout):
+                floor = self.costs.layout_floor(split, layout)
+                if not self.found.is_beaten(floor, memory, layout):
+                    self._push(floor, _One(split, layout, memory, exact=False))
+
+    def _judge(self, one: _One, floor: float) -> None:
+        """In the order of what each step costs; memory's bound gets closer with every rank."""
+        costs, layout = self.costs, one.layout
+        if self.found.is_beaten(floor, one.memory, layout):
+            return
+        if not one.exact:
+            memory = one.memory
+            if not self.found.may_lead(floor, layout):
+                # Memory of one rank is quicker than the pipeline, and often enough to know better.
+                memory = max(memory, next(costs.memory_so_far(layout)))
+                if memory > costs.capacity:
+                    self.found.miss(memory, floor, layout)
+                    return
+            if not self.found.is_beaten(floor, memory, layout):
+                self._push(costs.simulated_floor(one.split, layout), one._replace(memory=memory, exact=True))
+            return
+        seconds = costs.seconds(one.split, layout)
+        for memory in costs.memory_so_far(layout):
+            if memory > costs.capacity:
+                self.found.miss(memory, floor, layout)
+                return
+            if self.found.is_beaten(seconds, max(one.memory, memory), layout):
+                return
+        self.found.add(Scored(layout, seconds, memory))
+
+
+class _Found:
+    """What has been judged so far and fits."""
+
+    def __init__(self) -> None:
+        self.fastest: dict[Degrees, Scored] = {}
+        self._ranked: list[float] = []
+        """Seconds of the fastest of each, in order."""
+        self.front: list[Scored] = []
+        """By seconds; memory falls along it."""
+        self.too_large: list[tuple[float, float, Layout]] = []
+        """The smallest by a bound of their memory, with a bound of their seconds."""
+        self.slowest_wanted = inf
+        """Seconds beyond which nothing is of interest."""
+
+    def is_beaten(self, floor: float, memory: float, layout: Layout) -> bool:
+        """Whether a layout of this memory that takes at least ``floor`` can change nothing."""
+        if self.may_lead(floor, layout):
+            return False
+        place = bisect_right(self.front, floor, key=lambda one: one.seconds)
+        return place > 0 and self.front[place - 1].memory <= memory
+
+    def may_lead(self, floor: float, layout: Layout) -> bool:
+        """Whether a layout that takes at least ``floor`` may be the fastest of its tp and pp, and those be ranked."""
+        before = self.fastest.get(degrees_of(layout))
+        return floor <= self._last_ranked() and (before is None or floor <= before.seconds)
+
+    def add(self, scored: Scored) -> None:
+        degrees = degrees_of(scored.layout)
+        before = self.fastest.get(degrees)
+        if before is None or scored.rank < before.rank:
+            self.fastest[degrees] = scored
+            self._ranked = sorted(one.seconds for one in self.fastest.values())
+        if not any(one.seconds <= scored.seconds and one.memory <= scored.memory for one in self.front):
+            kept = [one for one in self.front if one.seconds < scored.seconds or one.memory < scored.memory]
+            self.front = sorted([*kept, scored], key=lambda one: one.rank)
+        self.slowest_wanted = max(self._last_ranked(), SLOWEST * self.front[0].seconds)
+
+    def _last_ranked(self) -> float:
+        return self._ranked[BEST - 1] if len(self._ranked) >= BEST else inf
+
+    def miss(self, memory: float, floor: float, layout: Layout) -> None:
+        """Keep in mind a layout that is too large."""
+        if self.is_near_miss(memory) and (not self.front or floor < self.front[0].seconds):
+            insort(self.too_large, (memory, floor, layout))
+            del self.too_large[_REMEMBERED:]
+
+    def is_near_miss(self, memory: float) -> bool:
+        """Whether no more than a few layouts that are too large are smaller."""
+        return len(self.too_large) < _REMEMBERED or memory < self.too_large[-1][0]
+
+    def misses(self, costs: Costs) -> tuple[Scored, ...]:
+        """The smallest of those kept in mind that are faster than the fastest that fits."""
+        fastest = self.front[0].seconds if self.front else inf
+        wanted = [layout for _, floor, layout in self.too_large if floor < fastest][: MISSES + 1]
+        judged = [Scored(layout, costs.step_seconds(layout), costs.memory(layout)) for layout in wanted]
+        faster = (one for one in judged if one.seconds < fastest)
+        return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])
+
+    def result(self, misses: tuple[Scored, ...], legal: int, judged: int) -> SearchResult:
+        best = tuple(sorted(self.fastest.values(), key=lambda one: one.rank)[:BEST])
+        limit = SLOWEST * best[0].seconds if best else 0.0
+        front = tuple(one for one in self.front if one.seconds <= limit)
+        return SearchResult(best, front, misses, legal, judged)
+
+
+def degrees_of(layout: Layout) -> Degrees:
+    return (layout.tp, layout.pp)
+
+
+def spread(split: Split, recompute: Recompute, pipeline: Pipeline) -> Iterator[Layout]:
+    """Every way for data parallel to shard and to replicate, most shards first."""
+    for reshard in reshard_choices(split):
+        for shard in reversed(divisors(split.data_parallel)):
+            replicas = split.data_parallel // shard
+            yield Layout(split.tp, pipeline, replicas, shard, split.microbatch_size, recompute, reshard)
+
+
+def legal_count(question: Question) -> int:
+    """How many layouts there are, without making each."""
+    return sum(
+        len(recompute_modes(pipeline)) * len(divisors(one.data_parallel)) * len(reshard_choices(one))
+        for one in splits(question)
+        for pipeline in pipelines(question, one.pp, one.microbatches)
+    )

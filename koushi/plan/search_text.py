@@ -1,0 +1,117 @@
+"""What a search has found, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from koushi.hardware.collective import span
+from koushi.plan.layouts import Layout, Question
+from koushi.plan.plan import Plan
+from koushi.plan.score import Scored
+from koushi.plan.search import SLOWEST, SearchResult
+from koushi.plan.text import gib, short
+from koushi.units import counted
+
+_TOLD = 0.003
+"""Share of the winner's step below which a difference is not told."""
+
+
+def search_text(question: Question, result: SearchResult, plans: Mapping[Layout, Plan], own: Plan | None) -> str:
+    """The ranking, the front, what is too large, and where the run file's own layout stands."""
+    devices = counted(question.devices, "device")
+    head = f"{result.legal:,} legal layouts of {devices}, {counted(result.judged, 'pipeline')} simulated"
+    if not result.best:
+        return "\n".join([f"{head}; none fits", *_too_large(result, plans)])
+    winner = plans[result.best[0].layout]
+    lines = [
+        f"{head}; the fastest of each tp and pp",
+        *_table(result.best, [_lost(plans[one.layout], winner) for one in result.best]),
+        "",
+        f"smaller or faster than every other, up to {SLOWEST - 1:.0%} slower than the fastest",
+        *_table(result.front, [_slower(one, result.best[0]) for one in result.front]),
+    ]
+    if result.misses:
+        lines += ["", *_too_large(result, plans)]
+    if own is not None:
+        lines += ["", _own(own, winner)]
+    return "\n".join(lines)
+
+
+def _too_large(result: SearchResult, plans: Mapping[Layout, Plan]) -> list[str]:
+    if not result.misses:
+        return []
+    notes = [_lack(plans[one.layout]) for one in result.misses]
+    return ["faster, but too large" if result.best else "the smallest", *_table(result.misses, notes)]
+
+
+def _table(rows: Sequence[Scored], notes: Sequence[str]) -> list[str]:
+    heads = ("tp", "pp", "dp_rep", "dp_shard", "schedule", "micro", "recompute", "reshard", "step", "GiB")
+    cells = [heads, *(_cells(one) for one in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    left = {4, 6, 7}
+    lines = []
+    for row, note in zip(cells, ("", *notes), strict=True):
+        shown = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(f"  {'  '.join(shown)}  {note}".rstrip())
+    return lines
+
+
+def _cells(one: Scored) -> tuple[str, ...]:
+    layout = one.layout
+    pipeline = layout.pipeline
+    schedule = f"{pipeline.schedule} x {pipeline.stages_per_rank}" if layout.pp > 1 else "-"
+    return (
+        str(layout.tp),
+        str(layout.pp),
+        str(layout.dp_replicate),
+        str(layout.dp_shard),
+        schedule,
+        str(layout.microbatch_size),
+        layout.recompute,
+        "always" if layout.reshard_after_forward else "never",
+        short(one.seconds),
+        gib(one.memory),
+    )
+
+
+def _slower(one: Scored, best: Scored) -> str:
+    return f"+{one.seconds / best.seconds - 1:.1%}" if one is not best else "the fastest"
+
+
+def _lost(plan: Plan, winner: Plan) -> str:
+    """By what a layout is slower than the winner: the two largest parts of the difference."""
+    total = winner.time.seconds
+    behind = plan.time.seconds / total - 1
+    if plan is winner:
+        return "the fastest"
+    parts = {name: (plan.time.parts[name] - winner.time.parts[name]) / total for name in winner.time.parts}
+    worse = sorted((-share, name) for name, share in parts.items() if share >= _TOLD)[:2]
+    told = ", ".join(f"{name} +{-share:.1%}{_crossing(plan, name)}" for share, name in worse)
+    return f"+{behind:.1%}" + (f": {told}" if told else "")
+
+
+def _crossing(plan: Plan, part: str) -> str:
+    """Where exposed communication goes over the network."""
+    mesh = plan.workload.mesh
+    name = part.removeprefix("exposed ")
+    if name == part or name not in mesh.names:
+        return ""
+    nodes = span(mesh, name, plan.hardware.inside.devices).domains
+    return f" (crosses {nodes} nodes)" if nodes > 1 else ""
+
+
+def _lack(plan: Plan) -> str:
+    held = plan.stages(plan.fullest)
+    place = f" on stage {held[0]}" if len(plan.memories) > 1 else ""
+    return f"lacks {gib(-plan.room)} GiB{place}, {plan.memory.moment}"
+
+
+def _own(own: Plan, winner: Plan) -> str:
+    seconds, best = own.time.seconds, winner.time.seconds
+    text = f"the run file's own layout: {short(seconds)}, {gib(own.memory.device)} GiB"
+    if not own.fits:
+        return f"{text}; {_lack(own)}"
+    return f"{text}; {_lost(own, winner)}" if seconds > best * (1 + _TOLD) else f"{text}; as fast as any"

@@ -1,0 +1,142 @@
+"""Seconds of the actions of a pipeline: what one microbatch's forward and backward take on each stage. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from koushi.hardware.collective import collective_seconds, span
+from koushi.hardware.hardware import Hardware
+from koushi.hardware.matmul import streaming_seconds
+from koushi.plan.communication import pieces
+from koushi.plan.schedule import StageSeconds, Timeline, simulate
+from koushi.plan.units import units_of
+from koushi.plan.unshard import split_backwards
+from koushi.plan.work import Phases, block, ends, key_of
+from koushi.plan.workload import Workload
+from koushi.traffic import DTYPE_BYTES
+
+PARAMETERS_OF_BLOCK = 9
+"""Of Llama's."""
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One microbatch's work of a stage, without what depends on the schedule."""
+
+    forward: float
+    inputs: float
+    """With what is recomputed."""
+    weights: float
+    again: float
+    """What is recomputed, once."""
+    parts: Mapping[str, float]
+    """Forward and backward together, by part of the waterfall."""
+
+
+@lru_cache(maxsize=16384)
+def _stage(hardware: Hardware, key: Workload, layers: int, first: bool, last: bool) -> StageWork:
+    one = block(hardware, key)
+    forward, inputs, weights, again = (phase * layers for phase in (one.forward, one.inputs, one.weights, one.again))
+    for present, end in zip((first, last), ends(hardware, key), strict=True):
+        if present:
+            forward, inputs, weights = forward + end.forward, inputs + end.inputs, weights + end.weights
+    return StageWork(
+        forward.seconds,
+        (inputs + again).seconds,
+        weights.seconds,
+        again.seconds,
+        _parts(Phases(forward, inputs, weights, again)),
+    )
+
+
+def _parts(phases: Phases) -> Mapping[str, float]:
+    once = phases.forward + phases.inputs + phases.weights
+    backward = (phases.inputs + phases.again).seconds + phases.weights.seconds
+    device = once.device + phases.again.device
+    return {
+        "ideal compute": once.ideal,
+        "matmul shapes": once.matmul,
+        "attention": once.attention,
+        "memory-bound operations": once.memory,
+        "recompute": phases.again.device,
+        "launch overhead": max(0.0, phases.forward.seconds + backward - device),
+        "exposed tp": once.communication,
+    }
+
+
+@lru_cache(maxsize=4096)
+def stages_work(workload: Workload, hardware: Hardware) -> tuple[StageWork, ...]:
+    """Of every stage."""
+    key, final = key_of(workload), len(workload.stage_layers) - 1
+    kinds = [(layers, index == 0, index == final) for index, layers in enumerate(workload.stage_layers)]
+    made = {kind: _stage(hardware, key, *kind) for kind in set(kinds)}
+    return tuple(made[kind] for kind in kinds)
+
+
+@lru_cache(maxsize=4096)
+def stage_costs(workload: Workload, hardware: Hardware) -> tuple[StageSeconds, ...]:
+    """What the actions of every stage take."""
+    extra, repeated = accumulation(workload, hardware), _recomputed_for_weights(workload, hardware)
+    return tuple(
+        StageSeconds(work.forward, work.inputs, work.weights + more + again, work.inputs + work.weights + more)
+        for work, more, again in zip(stages_work(workload, hardware), extra, repeated, strict=True)
+    )
+
+
+def accumulation(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
+    """Of every stage: adding a microbatch's gradients to those before, where they are kept whole."""
+    kept_whole = workload.system.sharding != "fsdp" or workload.mesh.degree("pp") > 1
+    if workload.microbatches == 1 or not kept_whole:
+        return (0.0,) * len(workload.stage_layers)
+    moved = DTYPE_BYTES[workload.compute] + 2 * DTYPE_BYTES[workload.reduce]
+    final = len(workload.stage_layers) - 1
+    kinds = [(layers, index == 0, index == final) for index, layers in enumerate(workload.stage_layers)]
+    made = {
+        kind: streaming_seconds(hardware.chip, units_of(workload, kinds.index(kind)).total.whole * moved, 0)
+        for kind in set(kinds)
+    }
+    return tuple(made[kind] for kind in kinds)
+
+
+def _recomputed_for_weights(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
+    """Of every stage: what a W recomputes.
+
+    Under full recompute the inputs' part recomputes a block once and the weights' part once more for each of its
+    parameters, since torch asks autograd for their gradients one by one.
+    """
+    if workload.recompute != "full" or not any(
+        split_backwards(workload, stage) for stage in range(len(workload.stage_layers))
+    ):
+        return (0.0,) * len(workload.stage_layers)
+    found = []
+    for stage, work in enumerate(stages_work(workload, hardware)):
+        sent = 0.0
+        for collective, calls in pieces(workload, stage).block_weights.items():
+            group = span(workload.mesh, collective.submesh, hardware.inside.devices)
+            sent += calls * collective_seconds(hardware, collective.operation, collective.bytes, group)
+        found.append(PARAMETERS_OF_BLOCK * work.again + workload.stage_layers[stage] * sent)
+    return tuple(found)
+
+
+def pipeline(workload: Workload, hardware: Hardware, *, sending: bool = True) -> Timeline:
+    """The simulated pipeline of ``workload``, whose pp is above 1; without ``sending`` messages take no time."""
+    return simulate(
+        workload.schedule,
+        workload.mesh.degree("pp"),
+        len(workload.stage_layers),
+        workload.microbatches,
+        stage_costs(workload, hardware),
+        send_seconds(workload, hardware) if sending else 0.0,
+        blocking=workload.system.blocking_sends,
+    )
+
+
+def send_seconds(workload: Workload, hardware: Hardware) -> float:
+    """A microbatch's activations to the next rank, by the slowest link that two neighbours have between them."""
+    tokens = workload.microbatch_size * workload.seq_len // workload.mesh.degree("cp")
+    size = tokens * workload.model.dim * DTYPE_BYTES[workload.compute]
+    if workload.system.sequence_parallel:
+        size //= workload.mesh.degree("tp")
+    return collective_seconds(hardware, "send", size, span(workload.mesh, "pp", hardware.inside.devices))

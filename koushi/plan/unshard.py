@@ -1,0 +1,60 @@
+"""When torch's pipeline runtime gathers a stage's parameters, and how often backward runs in two parts. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from itertools import groupby
+
+from koushi.plan.schedule import actions
+from koushi.plan.workload import Workload
+from koushi.schedules import SCHEDULES, rank_of_stage, stages_of_rank
+
+MOST_UNSHARDED = 3
+"""Stages of a rank that torch's runtime keeps gathered at once: ``_add_unshard_reshard`` in
+``torch.distributed.pipelining.schedules`` (2.11 to 2.13)."""
+
+
+@lru_cache(maxsize=4096)
+def unshards_of_rank(schedule: str, pp: int, n_stages: int, microbatches: int, coordinate: int) -> Counter[int]:
+    """How often the rank at ``coordinate`` gathers each of its stages in one step.
+
+    Before every action the runtime looks ahead for the next stages to come, gathers those that are not there
+    and frees the others.
+    """
+    held = stages_of_rank(schedule, pp, n_stages, coordinate)
+    if len(held) <= MOST_UNSHARDED:
+        return Counter(held)
+    order = actions(schedule, pp, n_stages, microbatches)[coordinate]
+    stages = [stage for stage, _ in groupby(action.stage for action in order)]
+    coming: list[tuple[int, ...]] = []
+    ahead: list[int] = []
+    for stage in reversed(stages):
+        ahead = [stage, *(other for other in ahead if other != stage)]
+        coming.append(tuple(ahead[:MOST_UNSHARDED]))
+    gathered: Counter[int] = Counter()
+    there: set[int] = set()
+    for wanted in reversed(coming):
+        gathered.update(stage for stage in wanted if stage not in there)
+        there = set(wanted)
+    return gathered
+
+
+def unshards(workload: Workload, stage: int) -> int:
+    """How often ``stage`` is gathered in one pipelined step."""
+    shape = (workload.schedule, workload.mesh.degree("pp"), len(workload.stage_layers))
+    return unshards_of_rank(*shape, workload.microbatches, rank_of_stage(*shape, stage))[stage]
+
+
+@lru_cache(maxsize=4096)
+def _split_backwards(schedule: str, pp: int, n_stages: int, microbatches: int, coordinate: int) -> Counter[int]:
+    order = actions(schedule, pp, n_stages, microbatches)[coordinate]
+    return Counter(action.stage for action in order if action.kind == "W")
+
+
+def split_backwards(workload: Workload, stage: int) -> int:
+    """For how many microbatches ``stage`` computes the gradients of inputs and of weights apart."""
+    if workload.mesh.degree("pp") == 1 or not SCHEDULES[workload.schedule].splits_backward:
+        return 0
+    shape = (workload.schedule, workload.mesh.degree("pp"), len(workload.stage_layers))
+    return _split_backwards(*shape, workload.microbatches, rank_of_stage(*shape, stage))[stage]

@@ -1,0 +1,28 @@
+"""``koushi report``."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+
+from koushi.report.page.command import write_text
+from koushi.report.run.measured import read_run
+from koushi.report.run.page import run_page
+from koushi.units import seconds_text
+
+
+def report(folder: Path, html: Path | None, show: bool) -> str:
+    """Write the page of the run in ``folder``, into it unless ``html`` says where; a sentence on the run.
+
+    Raises KoushiError.
+    """
+    run = read_run(folder)
+    path = html or folder / "report.html"
+    write_text(path, run_page(run))
+    if show:
+        webbrowser.open(path.resolve().as_uri())
+    last = run.steps[-1]
+    return (
+        f"{run.name}: step {last['step']}, loss {last['loss']:.4f}, {seconds_text(run.step_seconds)} a step, "
+        f"{run.rate:,.0f} tokens/s; wrote {path}"
+    )

@@ -1,0 +1,113 @@
+"""The planner stays as near to published runs as it has come."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from click.testing import CliRunner
+
+from koushi.accuracy.__main__ import BEGIN, DOCUMENT, END, main
+from koushi.accuracy.published import LeftOut, Run, described
+from koushi.accuracy.rows import FAILED, MEASURED, read
+from koushi.accuracy.score import Scored, SourceScore, by_source, score
+from koushi.accuracy.text import error_bars, report
+from koushi.plan.plan import ACCURACY
+
+pytestmark = pytest.mark.long
+
+
+@dataclass(frozen=True)
+class Held:
+    runs: tuple[Run, ...]
+    left_out: tuple[LeftOut, ...]
+    failed: tuple[Scored, ...]
+    scores: tuple[SourceScore, ...]
+
+    def of(self, source: str) -> SourceScore:
+        return next(one for one in self.scores if one.source == source)
+
+
+@pytest.fixture(scope="module")
+def held() -> Held:
+    """Every shipped run, planned once."""
+    runs, left_out = described(read(MEASURED))
+    lost, left_out_lost = described(read(FAILED))
+    failed = tuple(score(run) for run in lost)
+    return Held(runs, (*left_out, *left_out_lost), failed, by_source([score(run) for run in runs], failed))
+
+
+TIME = {
+    "bigscience-bloom": 0.06,
+    "dgxc-benchmarking": 0.045,
+    "hf-ultrascale": 0.075,
+    "ibm-fsdp-blog-2403": 0.09,
+    "internevo": 0.06,
+    "llm-foundry": 0.05,
+    "megatron-bridge": 0.05,
+    "megatron-sc21": 0.07,
+    "nemo-2407": 0.085,
+    "torchao": 0.10,
+    "torchtitan-perf-2024": 0.045,
+    "torchtitan-prs": 0.125,
+}
+MEMORY = {"bigscience-bloom": 0.075, "hf-ultrascale": 0.09, "torchao": 0.03, "torchtitan-prs": 0.065}
+RANKS = {"bigscience-bloom": 0.5, "hf-ultrascale": 0.72, "internevo": 0.88}
+"""Figures reached, with a little slack."""
+
+
+@pytest.mark.parametrize("source", TIME)
+def test_median_error_of_step_time(held: Held, source: str) -> None:
+    found = held.of(source).time
+    assert found is not None and found.median <= TIME[source]
+
+
+@pytest.mark.parametrize("source", MEMORY)
+def test_median_error_of_memory(held: Held, source: str) -> None:
+    found = held.of(source).memory
+    assert found is not None and found.median <= MEMORY[source]
+
+
+@pytest.mark.parametrize("source", RANKS)
+def test_order_of_layouts(held: Held, source: str) -> None:
+    found = held.of(source)
+    assert found.rank_correlation is not None and found.rank_correlation >= RANKS[source]
+    assert found.regret is not None and found.regret <= 0.03
+
+
+def test_what_fits(held: Held) -> None:
+    for source in ("bigscience-bloom", "torchtitan-perf-2024", "torchtitan-prs"):
+        fit = held.of(source).fit
+        assert fit is not None and fit.precision is not None and fit.recall is not None and fit.caught is not None
+        assert fit.precision >= 0.97 and fit.recall >= 0.97 and fit.caught >= 0.8, source
+    soft = held.of("hf-ultrascale").fit
+    assert soft is not None and soft.recall is not None and soft.caught is not None
+    assert soft.recall >= 0.96 and soft.caught >= 0.77
+
+
+@pytest.mark.parametrize(
+    ("quantity", "figure", "most"),
+    [("time", "median", 0.06), ("time", "p90", 0.15), ("memory", "median", 0.065), ("memory", "p90", 0.15)],
+)
+def test_mean_over_sources(held: Held, quantity: str, figure: str, most: float) -> None:
+    errors = [known for one in held.scores if (known := getattr(one, quantity)) is not None]
+    assert sum(getattr(known, figure) for known in errors) / len(errors) <= most
+    assert abs(sum(known.bias for known in errors) / len(errors)) <= 0.06
+
+
+def test_the_document_shows_what_the_command_prints(held: Held) -> None:
+    shown = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    assert shown.strip() == f"```text\n{report(held.scores, held.runs, held.left_out, held.failed)}\n```"
+
+
+def test_the_error_bars_of_the_plan_are_these(held: Held) -> None:
+    assert json.loads(ACCURACY.read_text(encoding="utf-8")) == error_bars(held.scores)
+
+
+def test_the_command_prints_figures_for_programs() -> None:
+    found = CliRunner().invoke(main, ["--source", "torchao", "--json"])
+    assert found.exit_code == 0
+    assert set(json.loads(found.output)) == {"torchao"}
+    shown = CliRunner().invoke(main, ["--source", "tinyllama", "--rows"])
+    assert "tinyllama-0001" in shown.output

@@ -1,0 +1,49 @@
+"""The machine at hand is measured by ranks of its own and described by a file like those that ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from koushi.calibrate import command
+from koushi.calibrate.command import calibrate
+from koushi.calibrate.measure import Sizes
+from koushi.errors import TrainingError
+from koushi.hardware.hardware import load
+
+SMALL = Sizes(
+    matmuls=((64, 64, 64), (128, 128, 128)),
+    copy_bytes=1 << 20,
+    attention=((2, 64, 32),),
+    messages=(1 << 10, 1 << 16),
+    repeats=2,
+)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_machine_is_measured_and_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    monkeypatch.setattr(command, "ON_CPU", SMALL)
+    path = tmp_path / "mine.yaml"
+    made = calibrate(path, "cpu", processes, None)
+    assert (made.name, load(str(path)).name) == ("mine", "mine")
+    like, chip = load("cpu"), made.chip
+    assert set(chip.peak_tflops) == set(like.chip.peak_tflops)
+    assert 1e6 < chip.peak("float32") < 1e14
+    assert 0 < chip.sustained <= chip.burst < 1
+    assert chip.memory_bandwidth > 1e7
+    assert 0 < made.host.launch_us < 1e5
+    text = path.read_text(encoding="utf-8")
+    assert f"gb_s: {made.network.gb_s:g}  # not measured: that of cpu" in text
+    if processes == 1:
+        assert made.inside.gb_s == like.inside.gb_s
+    else:
+        assert f"gb_s: {made.inside.gb_s:g}  # measured among 2 ranks" in text
+        assert made.inside.gb_s != like.inside.gb_s
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(TrainingError, match="cuda"):
+        calibrate(tmp_path / "mine.yaml", "cuda", 1, None)
+    assert not (tmp_path / "mine.yaml").exists()

@@ -1,0 +1,69 @@
+"""The audit finds every seeded fault, and nothing where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faults import FAULTS, PP2, PP4, REPLICATE2, SHARD2, TP2, Fault
+from tiny import tiny_job
+
+from koushi.dryrun.audited import audit_job
+from koushi.dryrun.findings import EXEMPTIONS, Finding
+
+SOUND = (
+    (),
+    TP2,
+    SHARD2,
+    REPLICATE2,
+    PP2,
+    (*SHARD2, *TP2, "model.tie_embeddings=true"),
+    (*REPLICATE2, *SHARD2, "training.recompute=full"),
+    (*SHARD2, *TP2, "training.recompute=selective", "training.global_batch_size=8"),
+    (*PP2, *TP2, "model.tie_embeddings=true"),
+    PP4,
+    (*SHARD2, *TP2),
+    (*REPLICATE2, *SHARD2),
+    (*PP2, *SHARD2, *TP2),
+)
+
+
+def found(folder: Path, *overrides: str, every_rank: bool = False) -> list[Finding]:
+    few = () if "model.n_layers=6" in overrides else ("model.n_layers=2",)
+    return audit_job(tiny_job(folder, *few, *overrides), "cpu", every_rank=every_rank)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_found(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.install(monkeypatch)
+    said = [one for one in found(tmp_path, *fault.overrides, every_rank=fault.every_rank) if one.rule == fault.rule]
+    texts = "\n".join(map(str, said))
+    assert said, "nothing was found"
+    assert any(all(text in str(one) for text in fault.says) for one in said), texts
+
+
+@pytest.mark.parametrize("overrides", SOUND, ids=" ".join)
+def test_a_sound_layout_has_no_findings(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    assert [str(one) for one in found(tmp_path, *overrides)] == []
+
+
+@pytest.mark.long
+def test_what_torch_computes_again_for_each_parameter_is_let_pass(tmp_path: Path) -> None:
+    schedule = "parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+    assert found(tmp_path, *PP2, *TP2, schedule, "training.recompute=full", "model.n_layers=4") == []
+
+
+@pytest.mark.parametrize("overrides", (SOUND[0], *SOUND[-2:]), ids=" ".join)
+def test_nor_as_it_runs_on_cuda(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, *overrides, "precision.compute=bfloat16", "training.recompute=selective")
+    assert [str(one) for one in audit_job(job, "cuda")] == []
+
+
+def test_every_fault_is_sound_without_its_patch() -> None:
+    layouts = {fault.overrides for fault in FAULTS}
+    assert len(FAULTS) >= 14
+    assert layouts <= set(SOUND), "a fault's layout is not among the sound ones"
+
+
+def test_every_exemption_has_a_reason() -> None:
+    assert all(len(one.reason.split()) > 5 for one in EXEMPTIONS)

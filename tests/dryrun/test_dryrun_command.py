@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import tiny_file, tiny_job
+
+from koushi.cli import main
+from koushi.dryrun import command
+from koushi.dryrun.agreement import agreement_text, disagreements
+from koushi.dryrun.audited import audit_job
+from koushi.dryrun.command import DEFAULT_HARDWARE, device_kind, hardware, run_dry
+from koushi.dryrun.extrapolate import whole
+from koushi.dryrun.ranks import rank_classes
+from koushi.traffic import Collective
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["dry-run", *arguments])
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code
+
+
+def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_file(tmp_path)
+    assert run(str(path), "--dp-shard", "2", "--tp", "2", "--trace", str(tmp_path / "step.json")) == 0
+    out = capsys.readouterr().out
+    assert "rank 0 (dp_shard=0 tp=0), and 3 alike: 1, 2, 3" in out
+    assert "at the peak, in backward" in out and "  FLOPs " in out
+    assert "layers.*.attention.wq.weight (4, 16)" in out
+    assert "reduce_scatter  backward   float32" in out
+    assert "plan: every collective as planned, peak memory within 2%" in out
+    assert "audit: each collective is on the sub-mesh that owns it" in out
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(tiny_file(tmp_path)), "--pp", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"] == [] and found["disagreements"] == [] and found["device"] == "cpu"
+    first, last = found["ranks"]
+    assert first["alike"] == [0] and last["coordinate"]["pp"] == 1
+    assert sum(first["memory"]["by_kind"].values()) == first["memory"]["peak_bytes"]
+    assert sum(first["memory"]["by_module"].values()) == first["memory"]["peak_bytes"]
+    sends = [one for one in first["collectives"] if one["operation"] == "send"]
+    assert len(sends) == 4 and {one["peer"] for one in sends} == {1}
+    assert all(one["site"].startswith("koushi/") for one in first["collectives"])
+    assert sum(one["calls"] for one in first["traffic"]) == len(first["collectives"])
+
+
+def test_findings_end_with_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "audit_job", lambda job, kind: ["lonely: an all-reduce that none needs"])
+    assert run(str(tiny_file(tmp_path))) == 1
+    said = capsys.readouterr()
+    assert "the audit has 1 finding\nlonely: an all-reduce that none needs" in said.err
+    assert "audit: each" not in said.out
+
+
+def test_a_timeline_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(tiny_file(tmp_path)), "--trace", str(tmp_path / "nowhere" / "step.json")) == 1
+    assert "cannot write the timeline" in capsys.readouterr().err
+
+
+def test_what_is_predicted_for(tmp_path: Path) -> None:
+    assert device_kind(tiny_job(tmp_path, "run.device=cpu", "precision.compute=bfloat16")) == "cpu"
+    assert device_kind(tiny_job(tmp_path, "run.device=cuda")) == "cuda"
+    assert device_kind(tiny_job(tmp_path, "run.device=auto", "precision.compute=bfloat16")) == "cuda"
+    assert hardware(tiny_job(tmp_path), "cpu").name == DEFAULT_HARDWARE["cpu"]
+    assert hardware(tiny_job(tmp_path, "run.hardware=h100"), "cuda").name == "h100-sxm-80gb"
+
+
+def test_where_plan_and_run_part_both_sides_are_told(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "--dp-shard", "2")
+    (trace,) = whole(job, "cpu", [0])
+    assert disagreements(job, "cpu", [trace]) == []
+    gather = next(one for one in sorted(trace.traffic) if one.operation == "all_gather")
+    trace.traffic[gather] -= 1
+    trace.traffic[Collective("tp", "all_reduce", "forward", "float32", 64)] += 1
+    object.__setattr__(trace.peak, "bytes", 2 * trace.peak.bytes)
+    found = disagreements(job, "cpu", [trace])
+    assert len(found) == 3 and all(text.startswith("rank 0: ") for text in found)
+    assert "0 predicted, 1 ran" in "".join(found) and "peak memory planned" in found[-1]
+    assert agreement_text(found).startswith("plan: not as planned\n  rank 0: ")
+
+
+def test_every_event_is_there_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tiny_job(tmp_path, "model.n_layers=15")
+    monkeypatch.setattr("koushi.dryrun.extrapolate.MOST_WORK", 10)
+    found = run_dry(job, every_event=True)
+    assert len(found.traces) == 1 and not found.traces[0].extrapolated
+
+
+def test_shards_that_are_padded_are_still_parameters(tmp_path: Path) -> None:
+    uneven = ("model.vocab_size=34", "model.dim=20", "model.n_heads=2", "model.n_kv_heads=1", "model.ffn_dim=26")
+    job = tiny_job(tmp_path, "--dp-shard", "4", *uneven, "precision.compute=bfloat16")
+    assert len(rank_classes(job)) > 1
+    assert audit_job(job, "cuda") == []

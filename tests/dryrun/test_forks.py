@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from koushi.dryrun.forks import in_forks
+from koushi.errors import RankFailure
+
+
+def tenfold(item: int) -> tuple[int, int]:
+    return 10 * item, os.getpid()
+
+
+def test_results_come_in_order_each_from_a_process_of_its_own() -> None:
+    found = in_forks(tenfold, range(5), at_once=2)
+    assert [value for value, _ in found] == [0, 10, 20, 30, 40]
+    assert len({pid for _, pid in found} | {os.getpid()}) == 6
+
+
+def test_nothing_to_do() -> None:
+    assert in_forks(tenfold, []) == []
+
+
+def failing(item: int) -> int:
+    if item == 1:
+        raise ValueError("the second cannot be done")
+    return item
+
+
+def test_a_failure_is_told_with_its_traceback() -> None:
+    with pytest.raises(RankFailure, match="the second cannot be done"):
+        in_forks(failing, range(3), at_once=1)
+
+
+def killed(item: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def test_a_killed_process_is_told() -> None:
+    with pytest.raises(RankFailure, match="exit code -9"):
+        in_forks(killed, [0])

@@ -1,0 +1,115 @@
+"""What would help: every change that is named does what is said, applied as it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from koushi.check.check import check
+from koushi.config.load import load
+from koushi.job import Job
+from koushi.plan.command import hardware_of
+from koushi.plan.fixes import WORTH, Advice, advice
+from koushi.plan.layouts import question_of
+from koushi.plan.plan import Plan, plan
+from koushi.plan.text import advice_text
+from koushi.plan.workload import of_job
+
+RUN = """\
+model: {name: llama3-8b}
+parallelism: {data_parallel_shard_degree: 8}
+training: {seq_len: 8192, global_batch_size: 64, microbatch_size: 1}
+precision: {compute: bfloat16}
+data: {source: synthetic}
+run: {hardware: h100-sxm-80gb}
+"""
+
+
+LAYERS = "parallelism.pipeline_parallel_layers_per_stage="
+INTERLEAVED = "parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+
+
+def job_of(folder: Path, *overrides: str) -> Job:
+    path = folder / "run.yaml"
+    path.write_text(RUN, encoding="utf-8")
+    return check(load(path, overrides))
+
+
+def advised(job: Job) -> tuple[Plan, Advice]:
+    before = plan(of_job(job), hardware_of(job))
+    return before, advice(question_of(job), before)
+
+
+def arguments(text: str) -> list[list[str]]:
+    """What stands before the figures in every line of changes."""
+    return [line.split("   ")[0].split() for line in text.splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.recompute=full"],
+        ["--pp", "4", "--dp-shard", "2", "--tp", "1", "training.recompute=full"],
+        ["--tp", "8", "--dp-shard", "1", "training.recompute=selective"],
+        ["--pp", "2", "--dp-shard", "4", "training.recompute=full", LAYERS + "[17, 15]"],
+        ["--pp", "4", "--dp-shard", "2", "training.recompute=full", INTERLEAVED, LAYERS + "[3, 4, 4, 5, 4, 4, 4, 4]"],
+    ],
+)
+def test_faster_changes_are_as_fast_as_they_say(tmp_path: Path, overrides: list[str]) -> None:
+    before, found = advised(job_of(tmp_path, *overrides))
+    assert before.fits
+    assert found.fixes
+    assert [fix.seconds for fix in found.fixes] == sorted(fix.seconds for fix in found.fixes)
+    text = advice_text(before, found)
+    assert text.startswith("what would make it faster\n")
+    for written, fix in zip(arguments(text), found.fixes, strict=True):
+        job = job_of(tmp_path, *overrides, *written)
+        after = plan(of_job(job), hardware_of(job))
+        assert after.fits
+        assert after.time.seconds == pytest.approx(fix.seconds)
+        assert after.memory.device == fix.memory
+        assert fix.seconds <= before.time.seconds * (1 - WORTH)
+
+
+def test_changes_that_make_it_fit(tmp_path: Path) -> None:
+    overrides = ["training.microbatch_size=4", "parallelism.reshard_after_forward=never"]
+    before, found = advised(job_of(tmp_path, *overrides))
+    assert not before.fits
+    text = advice_text(before, found)
+    assert text.startswith("what would make it fit\n")
+    for written, fix in zip(arguments(text), found.fixes, strict=True):
+        job = job_of(tmp_path, *overrides, *written)
+        after = plan(of_job(job), hardware_of(job))
+        assert after.fits
+        assert after.time.seconds == pytest.approx(fix.seconds)
+
+
+def test_where_no_single_change_is_enough_the_best_layout_is_named(tmp_path: Path) -> None:
+    overrides = ["training.microbatch_size=8", "--dp-shard", "1", "--dp-replicate", "8"]
+    before, found = advised(job_of(tmp_path, *overrides))
+    assert not before.fits
+    (fix,) = found.fixes
+    assert len(fix.values) > 1
+    (written,) = arguments(advice_text(before, found))
+    job = job_of(tmp_path, *overrides, *written)
+    after = plan(of_job(job), hardware_of(job))
+    assert after.fits
+    assert after.time.seconds == pytest.approx(fix.seconds)
+
+
+def test_where_nothing_fits_more_devices_are_named(tmp_path: Path) -> None:
+    overrides = ["model.name=llama3-70b", "training.recompute=full"]
+    before, found = advised(job_of(tmp_path, *overrides))
+    assert found.fixes == ()
+    assert found.devices is not None
+    text = advice_text(before, found)
+    assert text.endswith(f"{found.devices} would do: --gpus {found.devices} --dp-shard {found.dp_shard}")
+    job = job_of(tmp_path, *overrides, f"parallelism.world_size={found.devices}", f"--dp-shard={found.dp_shard}")
+    assert plan(of_job(job), hardware_of(job)).fits
+
+
+def test_where_nothing_helps_it_says_so(tmp_path: Path) -> None:
+    before, found = advised(job_of(tmp_path, "model.name=llama3-405b", "training.global_batch_size=8"))
+    assert found == Advice(())
+    assert advice_text(before, found) == "no layout of as many devices fits, nor a few times as many"

@@ -1,0 +1,110 @@
+"""What a block keeps for backward, by hand and by published counts; what recompute and split backwards change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from koushi.mesh import MeshSpec
+from koushi.plan.lifetimes import Stretch, Weights, backward_span, forward_span, keeps_input
+from koushi.plan.operations import block_operations, block_shape
+from koushi.plan.spans import ACTIVATIONS, UNSHARDED_GRADIENTS
+from koushi.plan.stages import stage_of
+from koushi.plan.workload import Recompute, System, Transformer, Workload
+
+TOKENS, DIM, HEADS, FFN = 64, 48, 6, 128
+LLAMA = Transformer(1, DIM, HEADS, 2, DIM // HEADS, FFN, 100)
+GPT = replace(
+    LLAMA, n_kv_heads=HEADS, ffn_dim=4 * DIM, gated=False, biases=True, layer_norm=True, learned_positions=TOKENS
+)
+WEIGHTS = Weights(UNSHARDED_GRADIENTS, 2)
+
+
+def workload(model: Transformer = LLAMA, tp: int = 1, **system: bool) -> Workload:
+    return Workload(model, MeshSpec.of(tp=tp), (1,), "1F1B", TOKENS, 1, 1, system=System(**system))
+
+
+def stretch(one: Workload, recompute: Recompute = "none") -> Stretch:
+    ops = block_operations(block_shape(one, "gpu"))
+    kept = frozenset(op.makes for op in ops if op.kept) if recompute == "selective" else frozenset()
+    stream = TOKENS * DIM * 2 // (one.mesh.degree("tp") if one.system.sequence_parallel else 1)
+    return Stretch(ops, WEIGHTS, stream, recompute=recompute, kept=kept)
+
+
+def kept(one: Workload, recompute: Recompute = "none") -> int:
+    """Bytes from the end of forward to backward, the block's output left out and its input counted."""
+    part = stretch(one, recompute)
+    out = part.ops[-1].size
+    return forward_span(part).growth - out + (part.input_bytes if keeps_input(part) else 0)
+
+
+def test_a_llama_block_by_hand() -> None:
+    key = 2 * (DIM // HEADS)
+    streams = 6 * DIM  # both norms' inputs and outputs, query, attention's output
+    elements = TOKENS * (streams + 2 * key + 4 * FFN)
+    floats = TOKENS * (HEADS + 2)  # attention's log-sum-exp of every head, both norms' root mean square
+    assert kept(workload()) == 2 * elements + 4 * floats
+
+
+def test_selective_keeps_matmuls_and_attention() -> None:
+    key = 2 * (DIM // HEADS)
+    elements = TOKENS * (
+        DIM + DIM + 2 * key + DIM + DIM + 2 * FFN + DIM
+    )  # x, q, k, v, mixed, projected, gate, up, down
+    assert kept(workload(), "selective") == 2 * elements + 4 * TOKENS * HEADS
+
+
+def test_full_keeps_the_input() -> None:
+    assert kept(workload(), "full") == 2 * TOKENS * DIM
+
+
+def test_a_gpt_block_as_published() -> None:
+    """34 sbh + 5 as²b (arXiv 2205.05198, section 4.1), of which 2 sbh are dropout's masks on the residual stream,
+    which nobody here has; two floats a row of each norm are not counted there."""
+    unfused = kept(workload(GPT, flash_attention=False))
+    assert unfused == TOKENS * (32 * DIM + 5 * HEADS * TOKENS) + 2 * 8 * TOKENS
+    fused = kept(workload(GPT))
+    assert fused == TOKENS * 32 * DIM + 4 * TOKENS * HEADS + 2 * 8 * TOKENS
+
+
+def test_tensor_parallel_divides_what_published_counts_say() -> None:
+    """sbh (10 + 24 / t) without sequence parallel, sbh 34 / t with (section 4.2), masks left out; kept gathered, the
+    regions' inputs stay whole."""
+    rows = 16 * TOKENS + 4 * TOKENS * HEADS // 2
+    without = kept(workload(GPT, tp=2, sequence_parallel=False))
+    assert without == TOKENS * DIM * (8 + 24 // 2) + rows
+    again = kept(workload(GPT, tp=2, keeps_gathered=False))
+    assert again == TOKENS * DIM * 32 // 2 + rows // 2 + 4 * TOKENS * HEADS // 4
+    assert kept(workload(GPT, tp=2)) - again == TOKENS * DIM * 2
+
+
+@pytest.mark.parametrize("recompute", ("none", "selective", "full"))
+def test_backward_frees_all_that_forward_kept(recompute: Recompute) -> None:
+    part = stretch(workload(tp=2), recompute)
+    whole = backward_span(part)
+    assert forward_span(part).after[ACTIVATIONS] + whole.after[ACTIVATIONS] == part.ops[-1].size - part.input_bytes + (
+        0 if keeps_input(part) else part.input_bytes
+    )
+    weights = sum(op.weight for op in part.ops)
+    assert whole.after[UNSHARDED_GRADIENTS] == 2 * weights
+    added = replace(part, weights=replace(WEIGHTS, stay=False))
+    assert backward_span(added).after[UNSHARDED_GRADIENTS] == 0
+
+
+def test_the_halves_of_a_backward_end_where_the_whole_does() -> None:
+    part = stretch(workload())
+    first, second, whole = (backward_span(part, half) for half in ("inputs", "weights", None))
+    assert [one + other for one, other in zip(first.after, second.after, strict=True)] == list(whole.after)
+    assert first.growth > 0 > whole.growth - 2 * sum(op.weight for op in part.ops)
+
+
+def test_a_share_of_layers_and_of_matmuls() -> None:
+    one = replace(workload(), stage_layers=(8,), recompute="full", system=System(recompute_share=0.5))
+    assert [(part.recompute, count) for part, count in stage_of(one, 0, "gpu").blocks(True)] == [
+        ("full", 4),
+        ("none", 4),
+    ]
+    other = replace(workload(), recompute="selective", system=System(kept_matmuls=0.5))
+    ((part, _),) = stage_of(other, 0, "gpu").blocks(True)
+    assert part.kept == {"q", "v", "mixed", "gate", "down"}

@@ -1,0 +1,248 @@
+"""``koushi plan``: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from koushi.check.check import check
+from koushi.cli import main
+from koushi.config.load import load
+from koushi.plan.command import hardware_of
+from koushi.plan.plan import Plan, plan
+from koushi.plan.text import KINDS, short
+from koushi.plan.workload import of_job
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("llama3_*.yaml"))
+SMALL = """\
+# A small model, with a comment to keep.
+model: {n_layers: 4}
+parallelism:
+  data_parallel_shard_degree: 4   # of 4
+training: {seq_len: 256, global_batch_size: 32, microbatch_size: 4}
+run: {hardware: h100-sxm-80gb}
+"""
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL, encoding="utf-8")
+    return str(path)
+
+
+def planned(path: Path, *overrides: str) -> Plan:
+    job = check(load(path, overrides))
+    return plan(of_job(job), hardware_of(job))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_fit_what_they_name(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load(path).config.run.hardware is not None
+    assert run(str(path)) == 0
+    out, err = capsys.readouterr()
+    assert re.match(rf"{path.stem}: fits: [\d.]+ of [\d.]+ GiB on the fullest rank", out)
+    assert err == ""
+    assert len(out.splitlines()) < 75
+    assert max(len(line) for line in out.splitlines()) < 140
+
+
+def test_there_are_examples() -> None:
+    assert [path.stem for path in EXAMPLES] == ["llama3_405b", "llama3_70b", "llama3_8b"]
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("llama3_8b", "64"), ("llama3_70b", "512"), ("llama3_405b", "8192")])
+def test_the_examples_go_with_other_clusters(name: str, gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["--dp-shard=-1"]
+    assert (
+        run(str(ROOT / "examples" / f"{name}.yaml"), "--gpus", gpus, *overrides, "training.global_batch_size=2048") == 0
+    )
+    assert f"devices  {int(gpus):,} x h100-sxm-80gb" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_ends_with_3_and_says_where(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = ["model.name=llama3-70b", "model.n_layers=80", "data.source=synthetic"]
+    assert run(small, *huge, "--pp=4", "--dp-shard=2", "training.microbatch_size=1") == 3
+    out, err = capsys.readouterr()
+    assert out.startswith("small: does not fit: ")
+    found = re.fullmatch(
+        r"small does not fit: ([\d.]+) of 79.1 GiB, ([\d.]+) GiB too much \(pp=(\d).*ranks .*\), .+\n", err
+    )
+    assert found is not None
+    assert float(found[1]) - 79.1 == pytest.approx(float(found[2]), abs=0.11)
+
+
+def test_wrong_input_ends_with_2(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small, "--gpus", "6") == 2
+    assert "the degrees multiply to 4" in capsys.readouterr().err
+    assert run(small, "--hardware", "h1000") == 2
+    assert "did you mean h100?" in capsys.readouterr().err
+    assert run(small, "--write", "x.yaml") == 2
+    assert "--search" in capsys.readouterr().err
+    assert run() == 2
+
+
+def test_hardware_that_nobody_named_is_said_to_be_assumed(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(small)
+    path.write_text(SMALL.replace("run: {hardware: h100-sxm-80gb}\n", ""), encoding="utf-8")
+    assert run(small) == 0
+    assert "assumed: no hardware is named (run.hardware, or --hardware), so h100-sxm-80gb" in capsys.readouterr().out
+    assert run(small, "--hardware", "a100-80gb") == 0
+    out = capsys.readouterr().out
+    assert "assumed" not in out
+    assert "4 x a100-sxm-80gb" in out
+
+
+def test_hardware_of_ones_own(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = (ROOT / "koushi" / "hardware" / "data" / "h100-sxm-80gb.yaml").read_text(encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(shipped.replace("name: h100-sxm-80gb", "name: mine"), encoding="utf-8")
+    assert run(small, "run.hardware=mine.yaml") == 0  # relative to the run file
+    assert "4 x mine" in capsys.readouterr().out
+
+
+def test_the_page_and_the_json_say_the_same(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [small, "--pp", "2", "--dp-shard", "1", "--tp", "2"]
+    assert run(*arguments) == 0
+    page = capsys.readouterr().out
+    assert run(*arguments, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    found = planned(Path(small), *arguments[1:])
+    assert data["version"] == 1
+    assert data["devices"] == 4
+    assert data["fits"] is True
+    assert data["layout"]["parallelism.tensor_parallel_degree"] == 2
+    assert data["layout"]["parallelism.pipeline_parallel_layers_per_stage"] == [2, 2]
+    assert data["step"]["seconds"] == found.time.seconds == pytest.approx(sum(data["step"]["parts"].values()))
+    assert f"time     {short(data['step']['seconds'])} a step" in page
+    for one in data["memory"]["by_pp"]:
+        assert sum(one[key] for key, _ in KINDS) == one["active"] <= one["reserved"] <= one["device"]
+    assert [one["ranks"] for one in data["memory"]["by_pp"]] == [[0, 1], [2, 3]]
+    assert [one["name"] for one in data["submeshes"]] == ["tp", "pp"]
+    tensor, pipeline = data["submeshes"]
+    assert (tensor["groups"], tensor["degree"], tensor["nodes"], tensor["ranks"][1] - tensor["ranks"][0]) == (
+        2,
+        2,
+        1,
+        1,
+    )
+    assert pipeline["ranks"][0] in (0, 2)
+    assert all(one["calls"] > 0 for use in data["submeshes"] for one in use["collectives"])
+
+
+def test_exposed_communication_adds_up_to_the_waterfall(small: str) -> None:
+    found = planned(Path(small), "--pp", "2", "--dp-shard", "2", "--dp-replicate", "2", "--tp", "4")
+    for use in found.submeshes:
+        if use.name != "pp":
+            assert use.exposed == pytest.approx(found.time.parts[f"exposed {use.name}"], rel=1e-6), use.name
+    assert [use.name for use in found.submeshes] == ["tp", "dp_shard", "dp_replicate", "pp"]
+
+
+def test_one_device_sends_nothing(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small, "--dp-shard", "1") == 0
+    assert "communication: none, there is one device" in capsys.readouterr().out
+
+
+def test_search_ranks_and_writes_what_check_accepts(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "best.yaml"
+    assert run(small, "--search", "--gpus", "8", "training.steps=7", "--write", str(target)) == 0
+    out = capsys.readouterr().out
+    assert "legal layouts of 8 devices" in out
+    assert f"wrote the fastest layout to {target}" in out
+    text = target.read_text(encoding="utf-8")
+    assert "# A small model, with a comment to keep." in text
+    job = check(load(target))
+    assert job.mesh.world_size == 8
+    assert job.config.training.steps == 7
+    assert run(small, "--search", "--gpus", "8", "--json") == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    found = planned(target)
+    assert found.time.seconds == pytest.approx(best[0]["seconds"])
+    assert found.memory.device == best[0]["memory"]
+    assert [one["seconds"] for one in best] == sorted(one["seconds"] for one in best)
+
+
+def test_a_search_writes_over_nothing_but_its_own_file(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("training: {}\n", encoding="utf-8")
+    assert run(small, "--search", "--write", str(other)) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert run(small, "--search", "--write", small) == 0
+    assert "# of 4" in Path(small).read_text(encoding="utf-8")
+    assert run(small) == 0
+
+
+def test_a_search_where_nothing_fits_ends_with_3(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = ["model.name=llama3-405b", "model.n_layers=126", "data.source=synthetic"]
+    assert run(small, "--search", *huge) == 3
+    out, err = capsys.readouterr()
+    assert "none fits" in out
+    assert err == "small: no layout of 4 devices fits h100-sxm-80gb\n"
+
+
+def test_a_search_needs_a_legal_run_but_not_a_legal_layout(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small, "--search", "--gpus", "8", "--tp", "3") == 0
+    assert "legal layouts of 8 devices" in capsys.readouterr().out
+    assert run(small, "--search", "training.seq_len=0") == 2
+
+
+def test_no_torch_is_imported(small: str) -> None:
+    script = (
+        "import sys\nfrom koushi.cli import main\n"
+        "try:\n    main(['plan', *sys.argv[1:]])\nexcept SystemExit as ended:\n    assert ended.code == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, small], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_plan_goes_into_a_pipe(small: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "koushi", "plan", small], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("small: fits")
+    assert "\x1b" not in done.stdout
+
+
+def test_the_json_keeps_its_names(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small, "--pp", "2", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data) == [
+        "version",
+        "run",
+        "hardware",
+        "devices",
+        "layout",
+        "fits",
+        "memory",
+        "step",
+        "submeshes",
+        "advice",
+    ]
+    assert list(data["memory"]) == ["capacity", "room", "fullest", "error", "by_pp"]
+    assert {"seconds", "parts", "of_pp", "tokens_per_second_per_device", "mfu", "device_hours"} <= set(data["step"])
+    assert list(data["submeshes"][0]) == ["name", "groups", "degree", "ranks", "nodes", "link", "collectives"]
+    collective = data["submeshes"][0]["collectives"][0]
+    assert list(collective) == ["operation", "phase", "dtype", "bytes", "calls", "seconds", "exposed"]
+    assert list(data["advice"]) == ["changes", "devices_that_fit", "dp_shard_that_fits"]
+    assert run(small, "--search", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["version", "legal", "simulated", "best", "front", "too_large"]
+    assert list(found["best"][0]) == ["layout", "seconds", "memory"]

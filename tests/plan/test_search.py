@@ -1,0 +1,194 @@
+"""The search passes over most layouts and loses nothing: the same answers as judging every one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from koushi.hardware.hardware import Hardware, load
+from koushi.models.llama.sizes import LlamaSize
+from koushi.plan.layouts import Layout, Pipeline, Question, layers_of, layouts, mesh_of, split_of
+from koushi.plan.memory import every_rank
+from koushi.plan.room import moments, per_round, v_moments
+from koushi.plan.schedule import actions
+from koushi.plan.score import Costs, Scored
+from koushi.plan.search import BEST, SLOWEST, degrees_of, search
+from koushi.plan.step_time import step_time
+from koushi.plan.unshard import MOST_UNSHARDED
+from koushi.plan.workload import Transformer, Workload
+from koushi.schedules import SCHEDULES, microbatches_fit, stages_of_rank
+
+SIZE = LlamaSize(vocab_size=32_000, dim=4096, n_layers=7, n_heads=32, n_kv_heads=8, ffn_dim=14_336)
+WORLDS = {
+    "roomy": (Question(SIZE, 4, 8, 4096, False), 80.0),
+    "tight": (Question(SIZE, 8, 8, 4096, False), 24.0),
+    "odd": (Question(replace(SIZE, n_layers=5, tie_embeddings=True), 6, 12, 2048, False), 17.0),
+    "deep": (Question(replace(SIZE, n_layers=13), 4, 8, 4096, False), 60.0),
+    "wide": (Question(replace(SIZE, n_layers=18), 32, 32, 4096, False), 30.0),
+    "compiled": (Question(SIZE, 16, 8, 4096, True), 10.0),
+}
+
+
+worlds = pytest.mark.parametrize(
+    "world", [pytest.param(name, marks=pytest.mark.long) if name == "wide" else name for name in WORLDS]
+)
+
+
+def hardware(gib: float) -> Hardware:
+    shipped = load("h100-sxm-80gb")
+    return replace(shipped, devices_per_node=4, chip=replace(shipped.chip, memory_gib=gib))
+
+
+def base_of(question: Question) -> Workload:
+    return Workload(
+        model=Transformer.of(question.size),
+        mesh=mesh_of(1, 1, 1, 1),
+        stage_layers=(question.size.n_layers,),
+        schedule="1F1B",
+        seq_len=question.seq_len,
+        microbatch_size=1,
+        microbatches=question.global_batch_size,
+    )
+
+
+@cache
+def judged(world: str) -> tuple[Scored, ...]:
+    """Every legal layout, each judged in full."""
+    question, gib = WORLDS[world]
+    base, on = base_of(question), hardware(gib)
+    found = []
+    for layout in layouts(question):
+        workload = layout.of(base)
+        memory = max(one.device for one in every_rank(workload, on))
+        found.append(Scored(layout, step_time(workload, on).seconds, memory))
+    return tuple(found)
+
+
+def front_of(fitting: list[Scored]) -> set[tuple[float, float]]:
+    fastest = min(one.seconds for one in fitting)
+    return {
+        (one.seconds, one.memory)
+        for one in fitting
+        if one.seconds <= SLOWEST * fastest
+        and not any(
+            other.seconds <= one.seconds
+            and other.memory <= one.memory
+            and (other.seconds, other.memory) != (one.seconds, one.memory)
+            for other in fitting
+        )
+    }
+
+
+@worlds
+def test_nothing_is_lost(world: str) -> None:
+    question, gib = WORLDS[world]
+    every = judged(world)
+    fitting = [one for one in every if one.memory <= gib * 2**30]
+    assert len(fitting) > 0
+    assert (len(fitting) < len(every)) is (world != "roomy")
+    result = search(question, base_of(question), hardware(gib))
+    assert result.legal == len(every)
+    assert result.judged < len(every) / 2
+    by_degrees: dict[tuple[int, ...], tuple[float, float]] = {}
+    for one in fitting:
+        degrees = degrees_of(one.layout)
+        by_degrees[degrees] = min(by_degrees.get(degrees, (one.seconds, one.memory)), (one.seconds, one.memory))
+    wanted = sorted(by_degrees.values())[:BEST]
+    assert [one.seconds for one in result.best] == pytest.approx([seconds for seconds, _ in wanted])
+    assert [one.memory for one in result.best] == [memory for _, memory in wanted]
+    assert {(round(one.seconds, 9), one.memory) for one in result.front} == {
+        (round(seconds, 9), memory) for seconds, memory in front_of(fitting)
+    }
+    assert all(one.memory > gib * 2**30 and one.seconds < result.best[0].seconds for one in result.misses)
+
+
+@worlds
+def test_bounds_are_below_what_they_bound(world: str) -> None:
+    question, gib = WORLDS[world]
+    costs = Costs(base_of(question), hardware(gib))
+    for one in judged(world):
+        layout, split = one.layout, split_of(question, one.layout)
+        floors = (
+            costs.split_floor(split, layout.recompute),
+            costs.pipeline_floor(split, layout.recompute, layout.pipeline),
+            costs.layout_floor(split, layout),
+            costs.simulated_floor(split, layout),
+        )
+        assert max(floors) <= one.seconds, layout
+        assert costs.memory_floor(split, layout) <= one.memory, layout
+        assert costs.room.split_floor(split, layout.dp_shard) <= one.memory, layout
+        assert costs.seconds(split, layout) == pytest.approx(one.seconds)
+        if layout.pipeline.stages_per_rank <= MOST_UNSHARDED:
+            assert floors[-1] == pytest.approx(one.seconds)
+
+
+InFlight = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Forwards, then by stage: forwards, backwards begun, microbatches done with."""
+
+
+def counted(schedule: str, pp: int, per_rank: int, microbatches: int, rank: int) -> list[InFlight]:
+    """As each action of a rank begins, from the table of actions."""
+    held = stages_of_rank(schedule, pp, pp * per_rank, rank)
+    counts = {kind: dict.fromkeys(held, 0) for kind in ("F", "I", "W")}
+    found = []
+    for kind, stage, _ in actions(schedule, pp, pp * per_rank, microbatches)[rank]:
+        by_kind = [tuple(each.values()) for each in counts.values()]
+        found.append((sum(by_kind[0]), *by_kind))
+        for one in "IW" if kind == "B" else kind:
+            counts[one][stage] += 1
+    return found
+
+
+def in_turns(actions: int, per_rank: int, each: int) -> list[int]:
+    """By stage: how many of a rank's first actions it has, where a stage has so many at a turn."""
+    turns = [index // each % per_rank for index in range(actions)]
+    return [turns.count(stage) for stage in range(per_rank)]
+
+
+def test_moments_are_those_of_the_schedules() -> None:
+    tried = 0
+    for schedule, pp, per_rank, microbatches in schedule_cases():
+        for rank in range(pp):
+            seen = counted(schedule, pp, per_rank, microbatches, rank)
+            if SCHEDULES[schedule].v_shaped:
+                kept = [(made[0] - gone[0], made[1] - gone[1]) for _, made, _, gone in seen]
+                for down, up, _ in v_moments(pp, microbatches, rank):
+                    assert any(down <= one and up <= other for one, other in kept), (schedule, pp, microbatches, rank)
+                    tried += 1
+                continue
+            each = per_round(schedule, pp, per_rank, microbatches)
+            for forwards, backwards, freed in moments(schedule, pp, per_rank, microbatches, rank):
+                there = (
+                    forwards,
+                    tuple(in_turns(forwards, per_rank, each)),
+                    tuple(in_turns(backwards, per_rank, each)[::-1]),
+                    tuple(in_turns(freed, per_rank, each)[::-1]),
+                )
+                assert there in seen, (schedule, pp, per_rank, microbatches, rank)
+                tried += 1
+    assert tried > 1000
+
+
+def schedule_cases() -> Iterator[tuple[str, int, int, int]]:
+    for schedule, needs in SCHEDULES.items():
+        for pp in (2, 3, 4):
+            for per_rank in range(needs.fewest_stages_per_rank, (needs.most_stages_per_rank or 4) + 1):
+                for microbatches in range(1, 14):
+                    if microbatches_fit(schedule, pp, pp * per_rank, microbatches):
+                        yield schedule, pp, per_rank, microbatches
+
+
+def test_what_nothing_fits_into() -> None:
+    question, _ = WORLDS["tight"]
+    result = search(question, base_of(question), hardware(2.0))
+    assert (result.best, result.front) == ((), ())
+    assert result.legal > 500
+
+
+def test_layers_of_stages_are_divided_as_check_does() -> None:
+    layout = Layout(1, Pipeline(4, "Interleaved1F1B", 2), 1, 1, 1, "none", False)
+    base = base_of(replace(WORLDS["roomy"][0], size=replace(SIZE, n_layers=11)))
+    assert layout.of(base).stage_layers == layers_of(11, 8)

@@ -1,0 +1,152 @@
+"""The page of a run: what its folder holds, and folders that hold less or nothing sound."""
+
+from __future__ import annotations
+
+import json
+from math import inf, nan
+from pathlib import Path
+
+import pytest
+from browsing import Watched
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from playwright.sync_api import Browser
+
+from koushi.cli import commands
+from koushi.errors import DataError
+from koushi.report.run.measured import read_run
+from koushi.report.run.page import run_page
+from koushi.report.run.svg import MOST_POINTS, Series, line_chart, round_ticks, thinned
+
+
+def row(step: int, **changed: object) -> dict[str, object]:
+    made = {
+        "step": step,
+        "loss": 8.0 / step + 1,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens_per_second": 1000.0 + step,
+        "step_seconds": 2.0,
+        "memory_bytes": 1 << 30,
+        "elapsed_seconds": 2.0 * step,
+        "samples": 4 * step,
+        "mfu": None,
+    }
+    return made | changed
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of three steps with a validation, two ranks' figures and a prediction."""
+    write(tmp_path / "metrics.jsonl", row(1, step_seconds=9.0), row(2), {"step": 2, "validation_loss": 5.5}, row(3))
+    places = ["dp_shard=0", "dp_shard=1"]
+    old = {"step": 2, "waited_seconds": [9.0, 9.0], "memory_bytes": [1, 1], "coordinates": places}
+    new = {"step": 3, "waited_seconds": [0.5, 0.1], "memory_bytes": [3 << 20, 5 << 20], "coordinates": places}
+    write(tmp_path / "ranks.jsonl", old, new)
+    write(
+        tmp_path / "predicted.json",
+        {"hardware": "cpu", "step_seconds": 1.0, "memory_bytes": 4 << 20, "bytes": {"dp_shard": 2048}},
+    )
+    return tmp_path
+
+
+def write(path: Path, *rows: object) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+
+
+def test_the_page_shows_what_was_predicted_against_what_was_measured(browser: Browser, folder: Path) -> None:
+    path = folder / "page.html"
+    path.write_text(run_page(read_run(folder)), encoding="utf-8")
+    opened = Watched(browser, path)
+    text = opened.page.inner_text("body")
+    assert "2.0s\na step (median)" in text, "the first step, which makes what is made once, does not count"
+    assert "1.0s\t2.0s\t2.00" in text
+    assert "4.00 MiB\t5.00 MiB\t1.25" in text
+    assert "not measured: debug.audit was off" in text
+    ranks = opened.page.locator("section").last.inner_text()
+    assert ranks.index("dp_shard=1") < ranks.index("dp_shard=0"), "the rank that waited least comes first"
+    assert opened.page.locator("polyline").count() == 5
+    opened.page.click("#language")
+    assert "予測" in opened.page.inner_text("body") and "predicted" not in opened.page.inner_text("body")
+    assert opened.problems == [] and opened.requests == [path.as_uri()]
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 1280
+    opened.page.close()
+
+
+def test_a_run_with_metrics_alone_has_a_page(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", row(1))
+    text = run_page(read_run(tmp_path))
+    assert "<circle" in text and "Predicted" not in text and "Every rank" not in text
+
+
+def test_bytes_that_were_audited_are_compared(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "ranks.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows[-1]["bytes"] = {"dp_shard": 2048}
+    write(folder / "ranks.jsonl", *rows)
+    text = run_page(read_run(folder))
+    assert "not measured" not in text and "1.00" in text
+
+
+def test_the_command_writes_into_the_folder_or_elsewhere(folder: Path, tmp_path: Path) -> None:
+    found = CliRunner().invoke(commands, ["report", str(folder)])
+    assert found.exit_code == 0, found.output
+    assert f"step 3, loss {8 / 3 + 1:.4f}" in found.output
+    assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    elsewhere = tmp_path / "elsewhere.html"
+    assert CliRunner().invoke(commands, ["report", str(folder), "--html", str(elsewhere)]).exit_code == 0
+    assert elsewhere.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "has no metrics.jsonl"),
+        ("", "has no step yet"),
+        ('{"step": 1, "validation_loss": 2.0}\n', "has no step yet"),
+        ('not json\n{"step": 1}\n', r"metrics\.jsonl:1: is not a line of JSON"),
+        ("[1]\n", r"metrics\.jsonl:1: is not a JSON object"),
+    ],
+)
+def test_a_folder_without_a_run_is_told(tmp_path: Path, text: str | None, told: str) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=told):
+        read_run(tmp_path)
+
+
+def test_half_a_last_line_is_left_out(folder: Path) -> None:
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 4, "lo')
+    assert [one["step"] for one in read_run(folder).steps] == [1, 2, 3]
+
+
+def test_names_from_a_run_cannot_become_markup(folder: Path) -> None:
+    write(
+        folder / "predicted.json",
+        {"hardware": "<script>alert(1)</script>", "step_seconds": 1, "memory_bytes": 1, "bytes": {"<b>": 1}},
+    )
+    text = run_page(read_run(folder))
+    assert "<script>alert" not in text and "<b>:" not in text
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000))
+def test_thinning_keeps_the_extremes(values: list[float]) -> None:
+    points = list(enumerate(values))
+    kept = thinned([(float(x), y) for x, y in points])
+    assert len(kept) <= max(MOST_POINTS, 1)
+    assert min(y for _, y in kept) == min(values) and max(y for _, y in kept) == max(values)
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+
+
+@given(st.floats(-1e9, 1e9, allow_subnormal=False), st.floats(0, 1e9, allow_subnormal=False))
+def test_ticks_enclose_the_values(low: float, span: float) -> None:
+    ticks = round_ticks(low, low + span)
+    assert ticks[0] <= low and ticks[-1] >= low + span
+    assert 2 <= len(ticks) <= 8
+
+
+def test_a_chart_leaves_out_what_is_not_finite() -> None:
+    assert line_chart("loss", [Series("loss", [(1, nan), (2, inf)], "blue")]) == ""
+    text = line_chart("loss", [Series("loss", [(1, nan), (2, 1.0), (3, 2.0)], "blue")])
+    assert "nan" not in text and text.count("<polyline") == 1
