@@ -101,7 +101,7 @@ def test_one_device_is_not_devices(small: str, capsys: pytest.CaptureFixture[str
     assert "no layout of 1 device fits" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("llama3_8b", "32"), ("llama3_70b", "64")])
+@pytest.mark.parametrize(("name", "gpus"), [("llama3_70b", "64"), ("llama3_405b", "8192")])
 def test_degrees_follow_gpus(name: str, gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(ROOT / "examples" / f"{name}.yaml")
     assert run(path, "--gpus", gpus, "--hardware", "a100-80gb") == 0
