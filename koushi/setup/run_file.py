@@ -18,6 +18,10 @@ from koushi.job import Job
 from koushi.mesh import MeshSpec
 from koushi.models.llama.flops import parameter_count
 from koushi.models.llama.sizes import PRESETS
+from koushi.plan.command import hardware_of
+from koushi.plan.plan import plan
+from koushi.plan.text import verdict
+from koushi.plan.workload import of_job
 from koushi.setup.degrees import NODE, ChooseDegrees, fewest_devices, rule_of_thumb
 from koushi.train.room import state_bytes
 from koushi.units import bytes_text, count_text, counted
@@ -162,6 +166,7 @@ def _header(path: Path, model: str, mesh: MeshSpec) -> Iterator[str]:
     yield "#"
     commands = {
         f"koushi check {name}": "what this describes, or every mistake in it at once",
+        f"koushi plan {name}": "what it costs, and whether it fits the hardware you name",
         f"koushi mesh {name}": "the lattice of devices",
         _start(name, mesh): "trains it, one process per device",
         "koushi config --schema": "every key, also those that are not here",
@@ -225,5 +230,14 @@ def _next_steps(path: Path, job: Job) -> str:
         f"wrote {path}: {job.model_name}, {count_text(parameter_count(job.size))} parameters, on "
         f"{counted(job.mesh.world_size, 'device')} {job.mesh}\n"
         f"parameters, gradients and AdamW's state take {each} of each device; activations come on top\n"
-        f"next: koushi check {name}, koushi mesh {name}, {_start(name, job.mesh)}"
+        f"{_outlook(job)}"
+        f"next: koushi check {name}, koushi plan {name}, koushi mesh {name}, {_start(name, job.mesh)}"
+    )
+
+
+def _outlook(job: Job) -> str:
+    """A line where the plan of the job does not fit the hardware that koushi plan assumes, or tightly."""
+    found = plan(of_job(job), hardware_of(job))
+    return (
+        "" if found.fits and not found.tight else f"on {found.hardware.name}, if that is meant, it {verdict(found)}\n"
     )

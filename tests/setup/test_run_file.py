@@ -17,6 +17,10 @@ from koushi.config.load import load
 from koushi.errors import ConfigError
 from koushi.mesh import MeshSpec
 from koushi.models.llama.sizes import PRESETS, LlamaSize
+from koushi.plan.command import hardware_of
+from koushi.plan.plan import plan
+from koushi.plan.text import verdict
+from koushi.plan.workload import of_job
 from koushi.setup.run_file import WIDEST, init
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +36,10 @@ def test_it_is_legal_for_every_preset(model: str, devices: int | None, tmp_path:
     assert job.mesh.world_size == (devices or job.mesh.world_size)
     assert said.startswith(f"wrote {path}: {model}, ")
     assert str(job.mesh) in said
+    assert f"koushi plan {path}" in said.partition("next: ")[2]
+    found = plan(of_job(job), hardware_of(job))
+    unfit = f"on h100-sxm-80gb, if that is meant, it {verdict(found)}\n"
+    assert (unfit in said) is (not found.fits or found.tight)
     if model != "llama3-debug":
         assert job.config.precision.compute == "bfloat16"
         assert job.config.checkpoint.every > 0
