@@ -5,7 +5,7 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-from koushi.report.page.command import write_text
+from koushi.output import PAGE, write_text
 from koushi.report.run.measured import read_run
 from koushi.report.run.page import run_page
 from koushi.units import seconds_text
@@ -18,7 +18,7 @@ def report(folder: Path, html: Path | None, show: bool) -> str:
     """
     run = read_run(folder)
     path = html or folder / "report.html"
-    write_text(path, run_page(run))
+    write_text(path, run_page(run), PAGE)
     if show:
         webbrowser.open(path.resolve().as_uri())
     last = run.steps[-1]
