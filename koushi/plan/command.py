@@ -21,7 +21,7 @@ from koushi.check.rule import (
     TP,
     WORLD,
 )
-from koushi.config.edit import write_edited
+from koushi.config.edit import check_edit_target, write_edited
 from koushi.config.load import RunFile, load
 from koushi.errors import ConfigError, DoesNotFit
 from koushi.hardware.hardware import Hardware
@@ -60,6 +60,8 @@ def show_search(
 ) -> None:
     """Print the best layouts for the run file's devices, or for ``gpus``; write the winner's degrees to ``write``."""
     forced = [*overrides, *_forced(gpus, hardware)]
+    if write is not None:
+        check_edit_target(path, write)
     run_file = load(path, forced)
     own = _as_it_stands(run_file)
     devices = gpus or (own.mesh.world_size if own else run_file.config.parallelism.world_size)
