@@ -21,7 +21,7 @@ from koushi.check.rule import (
     TP,
     WORLD,
 )
-from koushi.config.edit import write_edited
+from koushi.config.edit import check_edit_target, write_edited
 from koushi.config.load import RunFile, load
 from koushi.config.overrides import parse
 from koushi.errors import ConfigError, DoesNotFit
@@ -65,6 +65,8 @@ def show_search(
     """Print the best layouts for the run file's devices, or for ``gpus``; write the winner's degrees to ``write``."""
     forced = [*overrides, *_forced(gpus, hardware)]
     forced += _following(path, forced, gpus)
+    if write is not None:
+        check_edit_target(path, write)
     run_file = load(path, forced)
     own = _as_it_stands(run_file)
     devices = gpus or (own.mesh.world_size if own else run_file.config.parallelism.world_size)
