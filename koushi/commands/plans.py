@@ -12,7 +12,7 @@ from koushi.commands.group import RUN_FILE_SETTINGS, show, split
 
 @click.command(context_settings=RUN_FILE_SETTINGS)
 @click.option(
-    "--gpus", type=click.IntRange(min=1), metavar="N", help="Devices in all.  [default: as the run file says]"
+    "--gpus", type=click.IntRange(1, 2**20), metavar="N", help="Devices in all.  [default: as the run file says]"
 )
 @click.option("--hardware", metavar="NAME|FILE", help="What to plan for.  [default: run.hardware, else h100-sxm-80gb]")
 @click.option("--search", is_flag=True, help="Rank every legal layout of the devices instead.")
