@@ -13,7 +13,7 @@ from koushi.commands.group import RUN_FILE_SETTINGS, show, split
 @click.command(context_settings=RUN_FILE_SETTINGS)
 @click.option(
     "--gpus",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 2**20),
     metavar="N",
     help="Devices in all; dp_shard follows.  [default: as the run file says]",
 )

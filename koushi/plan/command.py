@@ -24,7 +24,7 @@ from koushi.check.rule import (
 from koushi.config.edit import check_edit_target, write_edited
 from koushi.config.load import RunFile, load
 from koushi.config.overrides import parse
-from koushi.errors import ConfigError, DoesNotFit
+from koushi.errors import ConfigError, DoesNotFit, Problem
 from koushi.hardware.hardware import Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
@@ -76,6 +76,9 @@ def show_search(
     job = check(load(path, [*forced, *_ALONE]))
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
     result = search(question, base, on)
+    if not result.legal:
+        what = f"no layout of {devices} devices is legal for this model and batch"
+        raise ConfigError([Problem(str(path), WORLD, what, "another number of devices, or another global batch")])
     if as_json:
         click.echo(json.dumps(search_json(result), indent=1))
     else:

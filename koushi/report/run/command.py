@@ -7,7 +7,7 @@ from pathlib import Path
 
 from koushi.output import PAGE, write_text
 from koushi.report.run.measured import read_run
-from koushi.report.run.page import run_page
+from koushi.report.run.page import loss_text, run_page
 from koushi.units import seconds_text
 
 
@@ -23,6 +23,6 @@ def report(folder: Path, html: Path | None, show: bool) -> str:
         webbrowser.open(path.resolve().as_uri())
     last = run.steps[-1]
     return (
-        f"{run.name}: step {last['step']}, loss {last['loss']:.4f}, {seconds_text(run.step_seconds)} a step, "
+        f"{run.name}: step {last['step']}, loss {loss_text(last)}, {seconds_text(run.step_seconds)} a step, "
         f"{run.rate:,.0f} tokens/s; wrote {path}"
     )
