@@ -15,7 +15,7 @@ from koushi.schedules import SCHEDULES, microbatches_fit
 
 CPU = load("cpu")
 KINDS = tuple(field.name for field in fields(Memory) if field.name not in ("moment", "fragmentation", "runtime"))
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32", "float64")
 
 
 @st.composite
