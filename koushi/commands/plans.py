@@ -8,12 +8,13 @@ from pathlib import Path
 import click
 
 from koushi.commands.group import RUN_FILE_SETTINGS, show, split
+from koushi.mesh import MOST_DEVICES
 
 
 @click.command(context_settings=RUN_FILE_SETTINGS)
 @click.option(
     "--gpus",
-    type=click.IntRange(1, 2**20),
+    type=click.IntRange(1, MOST_DEVICES),
     metavar="N",
     help="Devices in all; dp_shard follows.  [default: as the run file says]",
 )

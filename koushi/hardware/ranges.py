@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 
-MOST_DEVICES = 2**20
+from koushi.mesh import MOST_DEVICES
 
 
 @dataclass(frozen=True)

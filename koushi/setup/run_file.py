@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from koushi.check.check import check
-from koushi.check.mesh_rules import MOST_DEVICES
 from koushi.config.describe import Key, keys
 from koushi.config.load import load
 from koushi.config.spelling import nearest
 from koushi.config.write import value_text
 from koushi.errors import ConfigError, Problem
 from koushi.job import Job
-from koushi.mesh import MeshSpec
+from koushi.mesh import MOST_DEVICES, MeshSpec
 from koushi.models.llama.flops import parameter_count
 from koushi.models.llama.sizes import PRESETS
 from koushi.output import write_new
