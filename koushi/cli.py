@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -249,11 +250,33 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader has gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()
+        code = 1
+    except OSError as error:
+        if not _of_stdout(error):
+            raise
+        _leave_stdout()
+        click.echo(f"cannot write to standard output: {error.strerror}", err=True)
         code = 1
     finally:
         signal.signal(signal.SIGTERM, before)
     sys.exit(code)
+
+
+def _leave_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _of_stdout(error: OSError) -> bool:
+    """Whether it is what was printed that could not be written, such as on a full disk."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if frames[-1] in (click.echo.__code__, main.__code__):
+        return True
+    try:
+        sys.stdout.flush()  # what could not be written is still waiting
+    except OSError:
+        return True
+    return False
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -44,6 +44,12 @@ class ConfigError(KoushiError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+class WrongTarget(KoushiError):
+    """A file that a command was told to write and must not, or cannot."""
+
+    exit_code = 2
+
+
 class DataError(KoushiError):
     """Training data or a tokenizer that cannot be used."""
 

@@ -13,6 +13,9 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
+MOST_DEVICES = 2**20
+"""More than any lattice has."""
+
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 FOLDS: Mapping[str, tuple[str, ...]] = {

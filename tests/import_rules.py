@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "koushi"
 
 LAYERS: dict[int, tuple[str, ...]] = {
-    0: ("errors", "units"),
+    0: ("errors", "units", "output"),
     1: ("config",),
     2: ("mesh", "layout", "schedules", "traffic", "hardware"),
     3: ("models", "data", "optim", "loss", "plan", "job", "check"),
@@ -32,6 +32,7 @@ TECHNIQUES = ("tensor", "pipeline", "data", "context", "expert", "recompute", "p
 WITHOUT_TORCH = (
     "errors",
     "units",
+    "output",
     "config",
     "mesh",
     "layout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -238,3 +239,20 @@ def test_python_m_koushi_is_the_command() -> None:
     assert done.returncode == 2
     assert "the degrees multiply to 8" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("arguments", [["check", DEBUG], ["config", "--schema"], ["--help"], ["plan", DEBUG, "--json"]])
+def test_a_full_standard_output_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "koushi", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert found.returncode == 1
+    assert found.stderr == "cannot write to standard output: No space left on device\n"
+
+
+def test_a_full_disk_elsewhere_is_not_taken_for_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop(monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        main(["train", DEBUG])

@@ -42,6 +42,10 @@ def main(
     except KoushiError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    known = sorted({row.source for row in (*measured, *lost)})
+    if unknown := [one for one in source if one not in known]:
+        print(f"no source is called {unknown[0]!r}; they are {', '.join(known)}", file=sys.stderr)
+        sys.exit(2)
     wanted, left_out = described(row for row in measured if not source or row.source in source)
     wanted_lost, left_out_lost = described(row for row in lost if not source or row.source in source)
     ran = [score(run) for run in wanted]

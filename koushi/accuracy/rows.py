@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,12 @@ FAILED = DATA / "failed_runs.csv.gz"
 
 NEEDED = ("source", "model", "gpu", "seq_len", "micro_batch")
 """Columns that a file must have for its rows to mean anything."""
+
+
+SMALLEST, LARGEST = 1e-9, 1e12
+"""Of an amount, whatever its unit; a cell beyond says nothing."""
+MOST = 10_000_000
+"""Of a count."""
 
 
 class RowsError(KoushiError):
@@ -125,7 +132,7 @@ def _number(text: str) -> float | None:
         value = float(text.replace(",", ""))
     except ValueError:
         return None
-    return value if 0 < value < float("inf") else None
+    return value if SMALLEST <= value <= LARGEST else None
 
 
 def _count(text: str, least: int = 1) -> int | None:
@@ -133,7 +140,7 @@ def _count(text: str, least: int = 1) -> int | None:
         value = float(text.replace(",", ""))
     except ValueError:
         return None
-    return int(value) if value.is_integer() and value >= least else None
+    return int(value) if value.is_integer() and least <= value <= MOST else None
 
 
 def _flag(text: str) -> bool | None:
@@ -145,10 +152,17 @@ def read(path: Path) -> tuple[Row, ...]:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise RowsError(f"{path} cannot be read: {error}") from None
-    table = csv.DictReader(io.StringIO(text))
-    missing = [name for name in NEEDED if name not in (table.fieldnames or ())]
+    table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        names, rows = table.fieldnames or (), list(table)
+    except csv.Error as error:
+        raise RowsError(f"{path}:{table.line_num}: is no CSV: {error}") from None
+    missing = [name for name in NEEDED if name not in names]
     if missing:
         raise RowsError(f"{path} has no column {', '.join(missing)}; it needs at least {', '.join(NEEDED)}")
-    return tuple(Row.of(cells) for cells in table)
+    if any(None in cells for cells in rows):
+        number = next(number for number, cells in enumerate(rows, 1) if None in cells)
+        raise RowsError(f"{path}: row {number} has more cells than the header has columns")
+    return tuple(Row.of(cells) for cells in rows)

@@ -13,28 +13,43 @@ import torch.distributed as dist
 
 from koushi.calibrate.measure import ON_CPU, ON_GPU, measure
 from koushi.config.schema import JobConfig, Run
+from koushi.errors import ConfigError
 from koushi.hardware.calibrated import Attention, Call, Matmul, Measurements, calibrated, yaml_text
 from koushi.hardware.hardware import Hardware, load, names, read_file
 from koushi.job import Job
 from koushi.mesh import MeshSpec
 from koushi.models.llama.sizes import llama_size
+from koushi.output import Kind, check_target, write_text
 from koushi.parallel.device_mesh import init_process_group, local_device, resolve_device
 from koushi.train.launch import launch
 
 RESULT = "measurements.json"
 
 
+def _is_hardware(path: Path) -> bool:
+    try:
+        read_file(path)
+    except ConfigError:
+        return False
+    return True
+
+
+HARDWARE = Kind("a hardware file", "mine.yaml", _is_hardware)
+
+
 def calibrate(path: Path, device: str, processes: int | None, nearest: str | None) -> Hardware:
     """Measure with ``processes`` ranks, write ``path`` and return what it describes.
 
-    Raises TrainingError for a device that is not there, ConfigError for an unknown ``nearest``.
+    Raises TrainingError for a device that is not there, ConfigError for an unknown ``nearest``, and, before it
+    measures, WrongTarget for a ``path`` that cannot be written or is something else than a hardware file.
     """
+    check_target(path, HARDWARE)
     kind = resolve_device(device)
     count = processes or (torch.cuda.device_count() if kind == "cuda" else min(4, os.cpu_count() or 1))
     like = load(nearest) if nearest else _nearest(kind)
     found = _measured(kind, count)
     hardware = calibrated(path.stem, found, like)
-    path.write_text(yaml_text(hardware, _comments(like, count)), encoding="utf-8")
+    write_text(path, yaml_text(hardware, _comments(like, count)), HARDWARE)
     return read_file(path)
 
 

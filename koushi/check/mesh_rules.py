@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from koushi.check.rule import DP_REPLICATE, DP_SHARD, PP, TP, WORLD, Facts, Finding, Rule, listed, multiples_near
-
-MOST_DEVICES = 2**20
+from koushi.mesh import MOST_DEVICES
 
 
 def _each_degree(facts: Facts) -> Iterator[Finding]:

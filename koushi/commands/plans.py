@@ -8,11 +8,15 @@ from pathlib import Path
 import click
 
 from koushi.commands.group import RUN_FILE_SETTINGS, show, split
+from koushi.mesh import MOST_DEVICES
 
 
 @click.command(context_settings=RUN_FILE_SETTINGS)
 @click.option(
-    "--gpus", type=click.IntRange(min=1), metavar="N", help="Devices in all.  [default: as the run file says]"
+    "--gpus",
+    type=click.IntRange(1, MOST_DEVICES),
+    metavar="N",
+    help="Devices in all; dp_shard follows.  [default: as the run file says]",
 )
 @click.option("--hardware", metavar="NAME|FILE", help="What to plan for.  [default: run.hardware, else h100-sxm-80gb]")
 @click.option("--search", is_flag=True, help="Rank every legal layout of the devices instead.")
@@ -20,7 +24,7 @@ from koushi.commands.group import RUN_FILE_SETTINGS, show, split
     "--write",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --search: a copy of the run file with the fastest.",
+    help="With --search: a copy of the run file with the fastest that is not tight.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The same for programs, and for every rank.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
@@ -29,7 +33,7 @@ def plan(
 ) -> None:
     """Say what a run file costs in memory, communication and time, before it runs.
 
-    Needs no GPU. Exit code 3 means that it does not fit.
+    Needs no GPU. Exit code 3 means that it does not fit. docs/plan.md explains every word that is printed.
 
     \b
     Example:

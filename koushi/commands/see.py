@@ -57,6 +57,8 @@ def mesh(
         raise click.UsageError("--parameter and --step explain one rank: add --rank R")
     if html is None and show_page:
         raise click.UsageError("--open is of a page: add --html FILE")
+    if html is not None and rank is not None:
+        raise click.UsageError("--html writes a page with every rank: leave out --rank")
     run_path, overrides = split(arguments)
     run_file = load(run_path, overrides)
     job = check(run_file, world)

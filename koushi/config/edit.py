@@ -6,15 +6,17 @@ import json
 import os
 import re
 import shutil
-import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from koushi.config.source import plain, read, read_text, root_of, scalar
 from koushi.errors import ConfigError, Problem
+from koushi.output import check_folder, written_beside
 
 _SIMPLE = re.compile(r"[A-Za-z0-9_./~-]+")
 
@@ -22,41 +24,87 @@ _SIMPLE = re.compile(r"[A-Za-z0-9_./~-]+")
 def write_edited(source: Path, target: Path, values: Mapping[str, object]) -> None:
     """Copy the run file ``source`` to ``target`` with ``values`` by dotted key, comments and order kept.
 
-    ``target`` may be ``source`` itself, but no other file that is there already: raises ConfigError.
-    It is whole at every moment: written beside, then renamed.
+    ``target`` may be ``source`` itself, but no other file that is there already. In another folder the paths that
+    are relative to the run file's folder lead to where they did. It is whole at every moment: written beside, then
+    renamed. Raises ConfigError, also for a value that cannot be changed and has to be written by hand, and
+    KoushiError as koushi.output does.
     """
+    check_edit_target(source, target)
     source, target = source.resolve(), target.resolve()
-    if target != source and target.exists():
-        raise _refused(target, "is there already", f"a new name, or {source} itself to change it")
-    text = edited(read_text(source), values)
+    values = _from_elsewhere(source, target, values)
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise _refused(target, f"cannot be written: {error.strerror}", "a file in a folder that is there") from None
-    beside = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        text = edited(read_text(source), values)
+    except _ByHand as error:
+        raise _refused(source, error.what, error.legal, error.key) from None
+    with written_beside(target, text, source.name) as (beside, _):
         _prove(beside, source, values)
         shutil.copymode(source, beside)
         beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+
+
+def check_edit_target(source: Path, target: Path) -> None:
+    """Raises ConfigError or WrongTarget where ``write_edited`` would refuse ``target``."""
+    check_folder(target, source.name)
+    if target.resolve() != source.resolve() and os.path.lexists(target):
+        raise _refused(target, "is there already", f"a new name, or {source} itself to change it")
+
+
+_PATHS = ("model.hf", "data.path", "data.tokenizer", "run.hardware")
+
+
+def _from_elsewhere(source: Path, target: Path, values: Mapping[str, object]) -> dict[str, object]:
+    """``values`` and the relative paths of ``source``, as they read from the folder of ``target``."""
+    found, tree = dict(values), _read(source)
+    if source.parent == target.parent:
+        return found
+    for key in _PATHS:
+        section, name = key.split(".")
+        branch = tree.get(section)
+        path = found.get(key, branch.get(name) if isinstance(branch, dict) else None)
+        if not isinstance(path, str) or not path or path.startswith("~") or os.path.isabs(path):
+            continue
+        plain_name = key in ("run.hardware", "data.tokenizer")  # may be the name of what ships
+        if plain_name and not (source.parent / path).is_file():
+            continue
+        there = os.path.relpath(source.parent / path, target.parent)
+        found[key] = there if "/" in there else f"./{there}"
+    return found
+
+
+class _ByHand(Exception):
+    """A value that stands in a way that cannot be changed without touching what is around it."""
+
+    def __init__(self, key: str, what: str, value: object):
+        self.key, self.what, self.legal = key, what, f"write {key.rpartition('.')[2]}: {shown(value)} there by hand"
 
 
 def edited(text: str, values: Mapping[str, object]) -> str:
     """The run file ``text`` with ``values`` by dotted key. A key set to None that is not there stays away."""
     for key, value in values.items():
-        text = _with_value(text, key.split("."), value)
+        before, wanted = text, value
+        try:
+            text = _with_value(text, key.split("."), value)
+            root_of(text)
+        except (YAMLError, AssertionError):
+            raise _ByHand(key, "stands where no value can be put in", wanted) from None
+        if _comments(before) - _comments(text):
+            raise _ByHand(key, "has a comment inside, which would be lost", wanted)
     return text
 
 
+def _comments(text: str) -> Counter[str]:
+    """What is behind number signs, with how often."""
+    return Counter(re.findall(r"(?:^|(?<=\s))#[^\r\n]*", text, re.MULTILINE))
+
+
 def _with_value(text: str, path: list[str], value: object) -> str:
+    """Raises _ByHand where that takes more than putting in a line or replacing a value."""
+    key, wanted = ".".join(path), value
     node = root_of(text)
     for depth, name in enumerate(path):
         assert isinstance(node, MappingNode), f"{'.'.join(path[:depth])} is no section of a valid run file"
+        if depth and node.anchor:
+            raise _ByHand(key, "is in a section with an anchor or an alias", wanted)
         found = [pair for pair in node.value if pair[0].value == name]
         last = depth == len(path) - 1
         if not found or (not last and not isinstance(found[0][1], MappingNode)):
@@ -65,9 +113,18 @@ def _with_value(text: str, path: list[str], value: object) -> str:
             for inner in reversed(path[depth + 1 :]):
                 value = {inner: value}
             if not found:
+                if node.flow_style and "#" in text[node.start_mark.index : _end(node)]:
+                    raise _ByHand(key, "is in a section in braces that has comments", wanted)
                 return _inserted(text, node, name, value)
+            if re.search(r":[ \t]*[&!*]", text[found[0][0].end_mark.index : found[0][1].end_mark.index + 1]):
+                raise _ByHand(key, "is in a section with an anchor or an alias", wanted)
             return _replaced(text, found[0][1], value)  # a section written without any key
         if last:
+            # An alias's node is the anchor's, which stands before its key.
+            between = text[found[0][0].end_mark.index : found[0][1].start_mark.index]
+            own = found[0][1].start_mark.index >= found[0][0].end_mark.index
+            if not own or found[0][1].anchor or not re.fullmatch(r"\s*:(\s|#[^\n]*)*", between):
+                raise _ByHand(key, "is written with an anchor, an alias or a tag", wanted)
             return _replaced(text, found[0][1], value)
         node = found[0][1]
     raise AssertionError("unreachable: the last name returns")
@@ -101,15 +158,16 @@ def _inserted(text: str, section: MappingNode, name: str, value: object) -> str:
         lines = [f"{name}:", *(f"  {key}: {shown(one)}" for key, one in value.items())]
     else:
         lines = [f"{name}: {shown(value)}"]
-    block = "".join(" " * column + line + "\n" for line in lines)
+    newline = "\r\n" if "\r\n" in text else "\n"
+    block = "".join(" " * column + line + newline for line in lines)
     at_the_top = column == 0
     end = len(text) if at_the_top else text.find("\n", _end(section))
     if end == -1:
         end = len(text)
     elif not at_the_top:
         end += 1
-    before = text[:end] if not text[:end] or text[:end].endswith("\n") else text[:end] + "\n"
-    return before + ("\n" if at_the_top else "") + block + text[end:]
+    before = text[:end] if not text[:end] or text[:end].endswith("\n") else text[:end] + newline
+    return before + (newline if at_the_top else "") + block + text[end:]
 
 
 def _end(node: Node) -> int:
@@ -159,5 +217,5 @@ def _read(path: Path) -> dict[str, Any]:
     return {key: plain(entry) for key, entry in read(path).branch.items()}
 
 
-def _refused(path: Path, what: str, legal: str) -> ConfigError:
-    return ConfigError([Problem(str(path), "", what, legal)])
+def _refused(path: Path, what: str, legal: str, key: str = "") -> ConfigError:
+    return ConfigError([Problem(str(path), key, what, legal)])

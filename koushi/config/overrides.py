@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from koushi.config.schema import JobConfig
 from koushi.config.source import Branch, Entry, Found, Place, Tree, flow, scalar, shown_text
 
 SHORT = {
@@ -31,19 +33,43 @@ class Argument:
 
 
 def split_run_path(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The first bare argument, which is the run file, and the overrides that are left."""
-    left: list[str] = []
-    run_path: str | None = None
+    """The first argument that can be a run file, and the overrides that are left.
+
+    One with an equals sign is the run file where it is there and names no section, or where there is no other.
+    """
+    standing = list(_standing(arguments))
+    chosen = next(
+        (index for can_be in (_is_path, _is_file, _is_yaml) for index in standing if can_be(arguments[index])),
+        None,
+    )
+    if chosen is None:
+        return None, list(arguments)
+    return arguments[chosen], [*arguments[:chosen], *arguments[chosen + 1 :]]
+
+
+def _standing(arguments: Sequence[str]) -> Iterator[int]:
+    """Where an argument is neither an option nor the value of one."""
     takes_value = False
-    for argument in arguments:
-        option = not takes_value and argument.startswith("--")
-        bare = not takes_value and "=" not in argument and not argument.startswith("-")
-        if run_path is None and bare:
-            run_path = argument
-        else:
-            left.append(argument)
-        takes_value = option and "=" not in argument
-    return run_path, left
+    for index, argument in enumerate(arguments):
+        if not takes_value and not argument.startswith("-"):
+            yield index
+        takes_value = not takes_value and argument.startswith("--") and "=" not in argument
+
+
+def _is_path(argument: str) -> bool:
+    return "=" not in argument or (not _names_section(argument) and _is_file(argument))
+
+
+def _is_file(argument: str) -> bool:
+    return os.path.isfile(argument)
+
+
+def _is_yaml(argument: str) -> bool:
+    return argument.endswith((".yaml", ".yml")) and not _names_section(argument)
+
+
+def _names_section(argument: str) -> bool:
+    return argument.partition("=")[0].partition(".")[0] in JobConfig.model_fields
 
 
 def parse(arguments: Sequence[str]) -> list[Argument]:

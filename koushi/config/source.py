@@ -30,7 +30,19 @@ MAX_DEPTH = 20
 _TAG = "tag:yaml.org,2002:"
 _TAGS = {_TAG + kind for kind in ("null", "bool", "int", "float", "str", "timestamp", "value", "map", "seq")}
 _TRUE = ("true", "yes", "on")
-_WRITE_SECTIONS = "sections of keys are needed, such as `model: {name: llama3-debug}`"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a file is for, in the words of messages."""
+
+    called: str
+    """Such as ``a run file``."""
+    needed: str
+    """What such a file holds."""
+
+
+RUN_FILE = Kind("a run file", "sections of keys are needed, such as `model: {name: llama3-debug}`")
 
 
 @dataclass(frozen=True, order=True)
@@ -108,13 +120,13 @@ class Tree:
     spoilt: set[str] = field(default_factory=set)
 
 
-def read(path: Path) -> Tree:
-    """The tree of the run file at ``path``.
+def read(path: Path, kind: Kind = RUN_FILE) -> Tree:
+    """The tree of the file at ``path``.
 
     Duplicate keys and values that YAML has but a run file cannot hold are in ``found``; raises
     ConfigError when the file as a whole cannot be read.
     """
-    text = read_text(path)
+    text = read_text(path, kind)
     try:
         node = root_of(text)
     except RecursionError:
@@ -129,10 +141,10 @@ def read(path: Path) -> Tree:
         # ruamel.yaml meets some malformed files with an error of its own workings.
         raise _refusal(Place.in_file(path), f"is not valid YAML: {error}") from None
     if node is None or (isinstance(node, ScalarNode) and node.tag == _TAG + "null"):
-        raise _refusal(Place.in_file(path), "is empty", _WRITE_SECTIONS)
+        raise _refusal(Place.in_file(path), "is empty", kind.needed)
     if not isinstance(node, MappingNode):
         what = "holds a list" if isinstance(node, SequenceNode) else f"holds only {shown_text(str(node.value))}"
-        raise _refusal(_place(path, node.start_mark), what, _WRITE_SECTIONS)
+        raise _refusal(_place(path, node.start_mark), what, kind.needed)
     reader = _Reader(path)
     reader.tree.branch = reader.branch(node, "", ())
     return reader.tree
@@ -265,20 +277,20 @@ def _convert(tag: str, text: str) -> Scalar:
     return text
 
 
-def read_text(path: Path) -> str:
-    """The text of a run file; raises ConfigError where it cannot be read."""
+def read_text(path: Path, kind: Kind = RUN_FILE) -> str:
+    """The text of a run file, or of another ``kind``; raises ConfigError where it cannot be read."""
     place = Place.in_file(path)
     try:
         about = path.stat()
         if not (S_ISREG(about.st_mode) or S_ISDIR(about.st_mode)):
-            raise _refusal(place, "is not a regular file, but a device, a pipe or a socket", "name a run file")
+            raise _refusal(place, "is not a regular file, but a device, a pipe or a socket", f"name {kind.called}")
         if about.st_size > MAX_BYTES:
-            raise _refusal(place, f"has {about.st_size} bytes", f"a run file has at most {MAX_BYTES}")
+            raise _refusal(place, f"has {about.st_size} bytes", f"{kind.called} has at most {MAX_BYTES}")
         data = path.read_bytes()
     except FileNotFoundError:
-        raise _refusal(place, "no such file", _runs_nearby(path)) from None
+        raise _refusal(place, "no such file", _files_nearby(path, kind)) from None
     except IsADirectoryError:
-        raise _refusal(place, "is a folder", "name a run file" + _runs_inside(path)) from None
+        raise _refusal(place, "is a folder", f"name {kind.called}" + _files_inside(path)) from None
     except (OSError, ValueError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         raise _refusal(place, f"cannot be read: {reason}") from None
@@ -291,7 +303,7 @@ def read_text(path: Path) -> str:
         raise _refusal(Place.in_file(path, line, column), what, "save it as UTF-8") from None
 
 
-def _runs_inside(folder: Path) -> str:
+def _files_inside(folder: Path) -> str:
     try:
         names = sorted(one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml"))[:5]
     except OSError:
@@ -299,9 +311,11 @@ def _runs_inside(folder: Path) -> str:
     return f" in it: {', '.join(names)}" if names else ""
 
 
-def _runs_nearby(path: Path) -> str:
-    inside = _runs_inside(path.parent)
-    return f"run files are{inside.replace('in it', 'beside it')}" if inside else "check the path"
+def _files_nearby(path: Path, kind: Kind) -> str:
+    inside = _files_inside(path.parent)
+    if not inside:
+        return "check the path"
+    return f"{kind.called.partition(' ')[2]}s are{inside.replace('in it', 'beside it')}"
 
 
 def _line_and_column(text: str, offset: int) -> tuple[int, int]:

@@ -21,10 +21,11 @@ from koushi.dryrun.ranks import RankClass, rank_classes
 from koushi.dryrun.report import as_json, text
 from koushi.dryrun.trace import RankTrace
 from koushi.dryrun.world import DeviceKind
-from koushi.errors import AuditFailed, TrainingError
+from koushi.errors import AuditFailed
 from koushi.hardware.hardware import Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
+from koushi.output import check_target
 from koushi.plan.edges import seconds_of
 from koushi.train.command import started_world
 from koushi.units import counted
@@ -52,6 +53,8 @@ def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False,
     Raises AuditFailed with the findings of the audit, if there are any.
     """
     run_file = load(path, overrides)
+    if trace is not None:
+        check_target(trace, timeline.TRACE, path)
     found = run_dry(check(run_file, started_world(run_file)), every_event=trace is not None)
     parts = (found.job, found.kind, found.classes, found.traces)
     findings = [str(one) for one in found.findings]
@@ -99,7 +102,4 @@ def _write_timeline(path: Path, found: DryRun) -> None:
     chosen = hardware(found.job, found.kind)
     rate = chosen.chip.peak(found.job.config.precision.compute) * chosen.chip.sustained
     slices = timeline.timeline(mesh, found.traces, rate, partial(seconds_of, mesh, chosen))
-    try:
-        timeline.write(path, mesh, slices)
-    except OSError as error:
-        raise TrainingError(f"cannot write the timeline to {path}: {error}") from None
+    timeline.write(path, mesh, slices)

@@ -18,6 +18,7 @@ from typing import Any
 
 from koushi.dryrun.trace import RankTrace
 from koushi.mesh import MeshSpec
+from koushi.output import Kind, write_text
 from koushi.parallel.ledger import Event
 from koushi.traffic import Collective
 
@@ -152,9 +153,22 @@ class _Rank:
         return self.mesh.coordinate(event.peer)["pp"]
 
 
+def _is_trace(path: Path) -> bool:
+    with path.open("rb") as file:
+        return path.suffix.lower() == ".json" and file.read(len(_BEGINNING)) == _BEGINNING
+
+
+_BEGINNING = b'{"traceEvents"'
+TRACE = Kind("a timeline that koushi wrote", "trace.json", _is_trace)
+
+
 def write(path: Path, mesh: MeshSpec, slices: Sequence[Slice]) -> None:
-    """As a Chrome trace, which Perfetto and chrome://tracing open; times are microseconds."""
-    path.write_text(json.dumps({"traceEvents": list(_records(mesh, slices)), "displayTimeUnit": "ms"}))
+    """As a Chrome trace, which Perfetto and chrome://tracing open; times are microseconds.
+
+    Raises KoushiError where ``path`` cannot be written.
+    """
+    records = {"traceEvents": list(_records(mesh, slices)), "displayTimeUnit": "ms"}
+    write_text(path, json.dumps(records), TRACE)
 
 
 def _records(mesh: MeshSpec, slices: Sequence[Slice]) -> Iterator[Mapping[str, Any]]:

@@ -132,8 +132,8 @@ def _attention(found: Measurements, chip: Chip) -> Chip:
         scales.append(attention_seconds(chip, *shape, longest.dtype, backward) / seconds)
     return replace(
         chip,
-        attention_forward=_round(chip.attention_forward * scales[0]),
-        attention_backward=_round(chip.attention_backward * scales[1]),
+        attention_forward=min(1.0, _round(chip.attention_forward * scales[0])),
+        attention_backward=min(1.0, _round(chip.attention_backward * scales[1])),
         newest_attention=1.0,
     )
 
@@ -199,7 +199,9 @@ def _lines(part: Any, prefix: str, comments: dict[str, str]) -> list[str]:
             lines.append(f"{indent}{field.name}: {_quoted(value)}")
         elif isinstance(value, bool):
             lines.append(f"{indent}{field.name}: {str(value).lower()}{comment}")
-        elif isinstance(value, int | float):
+        elif isinstance(value, int):
+            lines.append(f"{indent}{field.name}: {value}{comment}")
+        elif isinstance(value, float):
             lines.append(f"{indent}{field.name}: {value:g}{comment}")
         else:
             lines.append(f"{indent}{field.name}:")

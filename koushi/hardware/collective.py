@@ -29,7 +29,8 @@ class Span(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def span(mesh: MeshSpec, dims: str, domain: int) -> Span:
-    """Of the groups of a mesh dim, or of a fold (dims joined by a comma), where ranks fill domains of so many."""
+    """Of the groups of a mesh dim, or of a fold (dims joined by a comma), with ranks in domains of so many (0: any)."""
+    domain = domain or mesh.world_size
     inside = degree = 1
     for name in dims.split(","):
         axis = mesh.names.index(name)

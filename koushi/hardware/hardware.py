@@ -10,15 +10,16 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import isfinite
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from koushi.config.source import Branch, Entry, Place, plain, read
+from koushi.config.source import Branch, Entry, Kind, Place, plain, read
 from koushi.config.spelling import nearest
 from koushi.errors import ConfigError, Problem
+from koushi.hardware.ranges import ANY_OF, DTYPES, PEAK, RANGES, Range
 
 DATA = Path(__file__).parent / "data"
+HARDWARE_FILE = Kind("a hardware file", "keys are needed, such as `name: my-device`; the shipped files are examples")
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +138,9 @@ def load(name_or_path: str) -> Hardware:
     if name_or_path in known:
         return _shipped(known[name_or_path])
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or path.exists():
+    if name_or_path and (path.suffix in (".yaml", ".yml") or _is_there(path)):
         return read_file(path)
-    meant = nearest(name_or_path, known)
+    meant = nearest(name_or_path, known) if name_or_path else None
     guess = f"did you mean {meant}? " if meant else ""
     legal = f"{guess}The names are {', '.join(names())}; or give the path of a hardware file (.yaml)"
     raise ConfigError([Problem("command line", "hardware", f"no hardware is called {name_or_path!r}", legal)])
@@ -153,7 +154,7 @@ def names() -> tuple[str, ...]:
 
 def read_file(path: Path) -> Hardware:
     """The hardware that a file describes; raises ConfigError with everything that is wrong with it."""
-    tree = read(path)
+    tree = read(path, HARDWARE_FILE)
     problems = [one.problem for one in tree.found]
     hardware = _made(Hardware, tree.branch, "", Place.in_file(path), problems)
     if problems:
@@ -189,7 +190,7 @@ def _made(kind: Any, branch: Branch, prefix: str, place: Place, problems: list[P
     values = {}
     for key, hint in hints.items():
         if key not in branch:
-            problems.append(Problem(place.text, prefix + key, "is missing", f"{_needed(hint)} is needed"))
+            problems.append(Problem(place.text, prefix + key, "is missing", _needed(hint, prefix + key)))
         else:
             values[key] = _value(hint, branch[key], prefix + key, problems)
     return None if problems else kind(**values)
@@ -204,29 +205,57 @@ def _value(hint: Any, entry: Entry, key: str, problems: list[Problem]) -> object
         if isinstance(value, bool):
             return value
     elif hint is str:
-        if isinstance(value, str):
+        if isinstance(value, str) and (value or key != "name"):
             return value
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-    elif hint is float:
-        if _is_amount(value):
-            return float(value)  # type: ignore[arg-type]
+    elif hint in (int, float):
+        if _range(key).holds(value):
+            return hint(value)
     elif hint == tuple[str, ...]:
         if isinstance(value, tuple) and all(isinstance(one.value, str) for one in value):
             return plain(entry)
-    elif isinstance(value, dict) and value and all(_is_amount(one.value) for one in value.values()):
-        return {name: float(one.value) for name, one in value.items()}  # type: ignore[arg-type]
-    problems.append(Problem(entry.place.text, key, f"is {plain(entry)!r}", f"{_needed(hint)} is needed"))
+    elif isinstance(value, dict):
+        return _peaks(value, entry.key_place, key, problems)
+    problems.append(Problem(entry.place.text, key, f"is {_shown(entry)}", _needed(hint, key)))
     return None
 
 
-def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
+def _peaks(branch: Branch, place: Place, key: str, problems: list[Problem]) -> Mapping[str, float]:
+    """Of every dtype."""
+    for name, entry in branch.items():
+        dotted = f"{key}.{name}"
+        if name not in DTYPES:
+            problems.append(Problem(entry.key_place.text, dotted, "is no dtype", f"they are {', '.join(DTYPES)}"))
+        elif not PEAK.holds(entry.value):
+            problems.append(Problem(entry.place.text, dotted, f"is {_shown(entry)}", str(PEAK)))
+    if not any(name in branch for name in ANY_OF):
+        what = f"has neither {' nor '.join(ANY_OF)}"
+        problems.append(Problem(place.text, key, what, "one of the two is needed, for dtypes that are left out"))
+    return {name: float(one.value) for name, one in branch.items() if PEAK.holds(one.value)}  # type: ignore[arg-type]
 
 
-def _needed(hint: Any) -> str:
+def _range(key: str) -> Range:
+    return RANGES[key.rpartition(".")[2]]
+
+
+def _shown(entry: Entry) -> str:
+    """The value, cut when long."""
+    if isinstance(entry.value, dict):
+        return "a section"
+    text = repr(plain(entry))
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # such as a name that is too long, or that holds a null character
+        return False
+
+
+def _needed(hint: Any, key: str) -> str:
     if dataclasses.is_dataclass(hint):
-        return "a section of keys"
-    words = {bool: "true or false", str: "a string", int: "an integer of at least 0", float: "a number of at least 0"}
-    return words.get(hint, "a list of strings" if hint == tuple[str, ...] else "a section of numbers by dtype")
+        return "a section of keys is needed"
+    if hint in (int, float):
+        return str(_range(key))
+    words = {bool: "true or false", str: "a string that is not empty", tuple[str, ...]: "a list of strings"}
+    return f"{words.get(hint, 'a section of numbers by dtype')} is needed"

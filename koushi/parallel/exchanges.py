@@ -25,6 +25,11 @@ _MAKERS: tuple[tuple[str, Phase], ...] = (
 _Maker = Callable[[_PipelineStageBase, int], list[dist.P2POp]]
 
 
+def _identity(tensor: Tensor) -> int:
+    """Of the tensor itself: now and then torch hands a dispatch mode another Python object for it."""
+    return int(tensor._cdata)
+
+
 @final
 class Exchanges:
     """While attached, knows of every message that a stage has made whether it is of forward or of backward."""
@@ -46,14 +51,14 @@ class Exchanges:
 
     def phase(self, tensor: Tensor) -> Phase | None:
         """Of a message that is now under way; None if no stage has made it."""
-        _, phase = self._phases.pop(id(tensor), (None, None))
+        _, phase = self._phases.pop(_identity(tensor), (None, None))
         return phase
 
     def _noting(self, original: _Maker, phase: Phase) -> _Maker:
         @wraps(original)
         def make(stage: _PipelineStageBase, microbatch: int) -> list[dist.P2POp]:
             made = original(stage, microbatch)
-            self._phases.update({id(one.tensor): (one.tensor, phase) for one in made})
+            self._phases.update({_identity(one.tensor): (one.tensor, phase) for one in made})
             return made
 
         return make

@@ -9,7 +9,7 @@ from koushi.job import Job
 from koushi.plan.fixes import Advice
 from koushi.plan.layouts import Layout, layout_of, values_of
 from koushi.plan.memory import Memory
-from koushi.plan.plan import Plan, SubmeshUse, error_bars
+from koushi.plan.plan import ErrorBar, Plan, SubmeshUse, error_bars, is_published
 from koushi.plan.score import Scored
 from koushi.plan.search import SearchResult
 from koushi.plan.text import KINDS
@@ -28,6 +28,7 @@ def plan_json(job: Job, plan: Plan, advice: Advice) -> Json:
         "devices": plan.devices,
         "layout": layout_json(layout_of(plan.workload), plan),
         "fits": plan.fits,
+        "tight": plan.tight,
         "memory": _memory(plan),
         "step": _step(job, plan),
         "submeshes": [_submesh(use) for use in plan.submeshes],
@@ -36,8 +37,9 @@ def plan_json(job: Job, plan: Plan, advice: Advice) -> Json:
                 {"values": dict(fix.values), "seconds": fix.seconds, "memory": fix.memory, "note": fix.note}
                 for fix in advice.fixes
             ],
-            "devices_that_fit": advice.devices,
-            "dp_shard_that_fits": advice.dp_shard,
+            "devices_that_fit": advice.wider.devices if advice.wider else None,
+            "dp_shard_that_fits": advice.wider.layout.dp_shard if advice.wider else None,
+            "layout_that_fits": layout_json(advice.wider.layout) if advice.wider else None,
         },
     }
 
@@ -47,9 +49,10 @@ def search_json(result: SearchResult) -> Json:
         "version": VERSION,
         "legal": result.legal,
         "simulated": result.judged,
-        "best": _scored(result.best),
-        "front": _scored(result.front),
-        "too_large": _scored(result.misses),
+        "chosen": _scored(result, [result.chosen] if result.chosen else []),
+        "best": _scored(result, result.best),
+        "front": _scored(result, result.front),
+        "too_large": _scored(result, result.misses),
     }
 
 
@@ -61,17 +64,29 @@ def layout_json(layout: Layout, plan: Plan | None = None) -> Json:
     return values
 
 
-def _scored(found: Iterable[Scored]) -> list[Json]:
-    return [{"layout": layout_json(one.layout), "seconds": one.seconds, "memory": one.memory} for one in found]
+def _scored(result: SearchResult, found: Iterable[Scored]) -> list[Json]:
+    return [
+        {
+            "layout": layout_json(one.layout),
+            "seconds": one.seconds,
+            "memory": one.memory,
+            "tight": result.is_tight(one),
+        }
+        for one in found
+    ]
+
+
+def _error(plan: Plan, bar: ErrorBar) -> Json | None:
+    """None where no published run stands behind the figures."""
+    return {"median": bar.median, "p90": bar.p90, "runs": bar.runs} if is_published(plan.hardware) else None
 
 
 def _memory(plan: Plan) -> Json:
-    bar = error_bars()[1]
     return {
         "capacity": plan.hardware.chip.memory_bytes,
         "room": plan.room,
         "fullest": plan.fullest,
-        "error": {"median": bar.median, "p90": bar.p90, "runs": bar.runs},
+        "error": _error(plan, error_bars()[1]),
         "by_pp": [
             _rank_memory(one) | {"ranks": list(plan.ranks(pp)), "stages": list(plan.stages(pp))}
             for pp, one in enumerate(plan.memories)
@@ -86,11 +101,11 @@ def _rank_memory(memory: Memory) -> Json:
 
 
 def _step(job: Job, plan: Plan) -> Json:
-    time, bar = plan.time, error_bars()[0]
+    time = plan.time
     steps = job.config.training.steps
     return {
         "seconds": time.seconds,
-        "error": {"median": bar.median, "p90": bar.p90, "runs": bar.runs},
+        "error": _error(plan, error_bars()[0]),
         "parts": dict(time.parts),
         "of_pp": time.pp,
         "bubble": time.bubble,

@@ -21,20 +21,22 @@ from koushi.check.rule import (
     TP,
     WORLD,
 )
-from koushi.config.edit import write_edited
+from koushi.config.edit import check_edit_target, write_edited
 from koushi.config.load import RunFile, load
-from koushi.errors import ConfigError, DoesNotFit
+from koushi.config.overrides import parse
+from koushi.errors import ConfigError, DoesNotFit, Problem
 from koushi.hardware.hardware import Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.plan.as_json import plan_json, search_json
-from koushi.plan.fixes import advice
+from koushi.plan.fixes import advice, more_devices
 from koushi.plan.layouts import Layout, question_of, values_of
 from koushi.plan.plan import plan
 from koushi.plan.search import search
 from koushi.plan.search_text import search_text
 from koushi.plan.text import advice_text, plan_text, verdict
 from koushi.plan.workload import of_job
+from koushi.units import counted
 
 DEFAULT = "h100-sxm-80gb"
 HARDWARE = "run.hardware"
@@ -42,13 +44,15 @@ HARDWARE = "run.hardware"
 
 def show_plan(path: Path, overrides: Sequence[str], gpus: int | None, hardware: str | None, as_json: bool) -> None:
     """Print what the run file at ``path`` costs as it stands; raises DoesNotFit where it does."""
-    job = check(load(path, [*overrides, *_forced(gpus, hardware)]))
+    forced = [*overrides, *_forced(gpus, hardware)]
+    following = _following(path, forced, gpus)
+    job = check(load(path, [*forced, *following]))
     found = plan(of_job(job), hardware_of(job))
     helps = advice(question_of(job), found)
     if as_json:
         click.echo(json.dumps(plan_json(job, found, helps), indent=1))
     else:
-        click.echo(plan_text(job, found, job.config.run.hardware is not None))
+        click.echo(plan_text(job, found, job.config.run.hardware is not None, bool(following)))
         if text := advice_text(found, helps):
             click.echo("\n" + text)
     if not found.fits:
@@ -60,6 +64,9 @@ def show_search(
 ) -> None:
     """Print the best layouts for the run file's devices, or for ``gpus``; write the winner's degrees to ``write``."""
     forced = [*overrides, *_forced(gpus, hardware)]
+    forced += _following(path, forced, gpus)
+    if write is not None:
+        check_edit_target(path, write)
     run_file = load(path, forced)
     own = _as_it_stands(run_file)
     devices = gpus or (own.mesh.world_size if own else run_file.config.parallelism.world_size)
@@ -69,17 +76,23 @@ def show_search(
     job = check(load(path, [*forced, *_ALONE]))
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
     result = search(question, base, on)
+    if not result.legal:
+        what = f"no layout of {devices} devices is legal for this model and batch"
+        raise ConfigError([Problem(str(path), WORLD, what, "another number of devices, or another global batch")])
     if as_json:
         click.echo(json.dumps(search_json(result), indent=1))
     else:
-        shown = dict.fromkeys(one.layout for one in (*result.best, *result.misses))
+        chosen = [result.chosen] if result.chosen else []
+        shown = dict.fromkeys(one.layout for one in (*chosen, *result.best, *result.misses))
         plans = {layout: plan(layout.of(base), on) for layout in shown}
-        click.echo(search_text(question, result, plans, plan(base, on) if own else None))
-    if not result.best:
-        raise DoesNotFit(f"{job.name}: no layout of {devices} devices fits {on.name}")
+        wider = None if result.chosen else more_devices(question, base, on)
+        click.echo(search_text(question, on, result, plans, plan(base, on) if own else None, wider))
+    if result.chosen is None:
+        raise DoesNotFit(f"{job.name}: no layout of {counted(devices, 'device')} fits {on.name}")
     if write is not None:
-        _write(path, write, run_file, result.best[0].layout)
-        click.echo(f"\nwrote the fastest layout to {write}", err=as_json)
+        _write(path, write, run_file, result.chosen.layout)
+        roomy = "" if result.chosen == result.best[0] else " that is not tight"
+        click.echo(f"\nwrote the fastest layout{roomy} to {write}", err=as_json)
 
 
 _ALONE = (
@@ -98,6 +111,22 @@ def _forced(gpus: int | None, hardware: str | None) -> list[str]:
         return found
     file = Path(hardware)
     return [*found, f"{HARDWARE}={file.absolute() if file.is_file() else hardware}"]
+
+
+def _following(path: Path, overrides: Sequence[str], gpus: int | None) -> list[str]:
+    """dp_shard as ``gpus`` asks, where neither the run file nor the command line makes it so already."""
+    if gpus is None or any(one.key == DP_SHARD for one in parse(overrides)):
+        return []
+    parallelism = load(path, overrides).config.parallelism
+    shard, left = divmod(
+        gpus,
+        parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
+        * parallelism.tensor_parallel_degree,
+    )
+    if left or parallelism.data_parallel_shard_degree in (-1, shard):
+        return []  # check says what does not divide
+    return [f"{DP_SHARD}={shard}"]
 
 
 def hardware_of(job: Job) -> Hardware:

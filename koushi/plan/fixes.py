@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
-from koushi.check.rule import COMPILE, PER_STAGE
+from koushi.check.rule import COMPILE, DP_SHARD, PER_STAGE, WORLD
 from koushi.hardware.hardware import Hardware
 from koushi.plan.layouts import (
     MODES,
@@ -50,13 +50,24 @@ class Fix:
 
 
 @dataclass(frozen=True)
+class Wider:
+    """The fewest devices that do where fewer do not, of those tried, and the layout of them to take."""
+
+    devices: int
+    layout: Layout
+    seconds: float
+    memory: float
+
+
+@dataclass(frozen=True)
 class Advice:
     """What would help, best first."""
 
     fixes: tuple[Fix, ...]
-    devices: int | None = None
-    """Where nothing on as many devices fits: how many of them do, with ``dp_shard`` as many times as large."""
-    dp_shard: int | None = None
+    wider: Wider | None = None
+    """Where nothing on as many devices fits."""
+    values: Mapping[str, object] = field(default_factory=dict)
+    """What the run file has to say differently on so many; dp_shard always."""
 
 
 def advice(question: Question, before: Plan) -> Advice:
@@ -64,11 +75,14 @@ def advice(question: Question, before: Plan) -> Advice:
     tried = sorted(single_changes(question, before), key=lambda fix: (fix.seconds, fix.memory))
     if tried or before.fits:
         return Advice(_distinct(tried))
-    found = search(question, before.workload, before.hardware).best
+    found = search(question, before.workload, before.hardware).chosen
     if found:
-        values = changed(before.workload, found[0].layout)
-        return Advice((Fix(values, found[0].seconds, found[0].memory),))
-    return _more_devices(question, before)
+        return Advice((Fix(changed(before.workload, found.layout), found.seconds, found.memory),))
+    wider = more_devices(question, before.workload, before.hardware)
+    if wider is None:
+        return Advice(())
+    values = changed(before.workload, wider.layout) | {DP_SHARD: wider.layout.dp_shard}
+    return Advice((), wider, {key: value for key, value in values.items() if key != WORLD})
 
 
 def _distinct(fixes: Iterable[Fix]) -> tuple[Fix, ...]:
@@ -180,14 +194,13 @@ def changed(workload: Workload, after: Layout) -> dict[str, object]:
     return found
 
 
-def _more_devices(question: Question, before: Plan) -> Advice:
-    layout, times = layout_of(before.workload), 2
+def more_devices(question: Question, workload: Workload, hardware: Hardware) -> Wider | None:
+    """How many of 2, 4, 8 ... times the devices have a layout that fits; None where none up to 64 times does."""
+    times = 2
     while times <= MOST_TIMES:
-        wider = layout._replace(dp_shard=layout.dp_shard * times)
-        if not is_legal(replace(question, devices=question.devices * times), wider):
-            break
-        ranks = every_rank(_moved(before.workload, layout, wider), before.hardware)
-        if max(one.device for one in ranks) <= before.hardware.chip.memory_bytes:
-            return Advice((), question.devices * times, wider.dp_shard)
+        devices = question.devices * times
+        chosen = search(replace(question, devices=devices), workload, hardware).chosen
+        if chosen:
+            return Wider(devices, chosen.layout, chosen.seconds, chosen.memory)
         times *= 2
-    return Advice(())
+    return None

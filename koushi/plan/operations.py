@@ -184,9 +184,15 @@ def _attention_half(shape: BlockShape, size: Sizes) -> tuple[Op, ...]:
         for name, made in (("q", size.query), ("k", size.key)):
             work = 0 if shape.fused else made
             ops.append(Op(f"turned_{name}", made, (name,), gives=((name, made),), work=work, back_work=work // 2))
-    ops.append(_attention(shape, size, *turned))
+    grouped = size.key < size.query
+    held = ("q", "k", "v")
+    if shape.flash_attention and shape.device == "gpu" and not has_fused_attention(shape.compute, grouped):
+        ops += _attention_by_parts(shape, size, *turned)
+        held = (*turned, "v")
+    else:
+        ops.append(_attention(shape, size, *turned))
     weight = per_query + (model.dim if bias else 0)
-    ops.append(_matmul("projected", size.region, "mixed", "mixed", size.query, weight, "q", "k", "v"))
+    ops.append(_matmul("projected", size.region, "mixed", "mixed", size.query, weight, *held))
     scatter, attended = _scattered(shape, size, "projected", "attended")
     ops += [*scatter, Op("middle", size.stream, ("x", attended, "normed", region), gives=(("x", 0), (attended, 0)))]
     return tuple(ops)
@@ -223,6 +229,50 @@ def _attention(shape: BlockShape, size: Sizes, query: str, key: str) -> Op:
         expanded = 2 * size.query if size.key < size.query else 0
         return replace(op, back_work=4 * rows * (model.head_dim + 1) + expanded)
     return op
+
+
+def has_fused_attention(compute: str, grouped: bool) -> bool:
+    """Whether CUDA has a kernel that leaves scores out of memory: flash takes half precision alone, the
+    memory-efficient one float32 too, but no ``grouped`` key and value heads
+    (aten/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13)."""
+    width = DTYPE_BYTES[compute]
+    return width == 2 or (width == 4 and not grouped)
+
+
+def _attention_by_parts(shape: BlockShape, size: Sizes, query: str, key: str) -> list[Op]:
+    """Without a fused kernel (aten/native/transformers/attention.cpp, ``_scaled_dot_product_attention_math``): the
+    query and the key each scaled, grouped heads written out, scores, the same masked, their softmax, which is kept,
+    and a result in another order than the projection reads."""
+    width = DTYPE_BYTES[shape.compute]
+    wide, grouped = size.query, size.key < size.query
+    scores = wide // (shape.model.head_dim * width) * shape.seq_len * width
+    ops = [
+        Op("scaled_q", wide, (query,), gives=((query, wide),)),
+        Op("mask", shape.seq_len**2 * width, (), work=shape.seq_len**2),
+    ]
+    q, k, v = "scaled_q", key, "v"
+    if grouped:
+        k, v = "expanded_k", "expanded_v"
+        ops += [Op(wider, wide, (one,), gives=((one, size.key),)) for wider, one in ((k, key), (v, "v"))]
+    ops.append(Op("scaled_k", wide, (k,), gives=((k, wide),)))
+    if shape.samples > 1:  # samples and heads are one dim of a product, which the query's order does not allow
+        q = "laid_q"
+        ops.append(Op(q, wide, ("scaled_q",), gives=(("scaled_q", wide),)))
+    products = ((q, wide), ("scaled_k", wide))
+    ops += [
+        Op("scores", scores, (q, "scaled_k"), (q, "scaled_k"), gives=products, kept=True),
+        Op("masked", scores, ("scores", "mask"), gives=(("scores", 0),)),
+        Op("softmax", scores, ("masked",), ("softmax",), gives=(("masked", scores),)),
+        Op(
+            "heads",
+            wide,
+            ("softmax", v, k, "scaled_q"),
+            ("softmax", v),
+            gives=(("softmax", scores), (v, wide)),
+            kept=True,
+        ),
+    ]
+    return [*ops, Op("mixed", wide, ("heads",), gives=(("heads", wide),))]
 
 
 def _feed_forward_half(shape: BlockShape, size: Sizes) -> tuple[Op, ...]:

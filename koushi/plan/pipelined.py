@@ -139,7 +139,7 @@ def reduction(stage: Stage, shards: int, replicas: int) -> Span:
     sharded = Sharded(account, stage, shards, replicas)
     units, width = sharded.units, stage.reduce
     sharded.reduce(units.root, width)
-    for times in (1, units.blocks - 1):
+    for times in (min(1, units.blocks), units.blocks - 1):
         one = Account(account.where)
         around = sharded.again(one)
         around.reduce(units.block, width)

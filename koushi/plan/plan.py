@@ -16,6 +16,8 @@ from koushi.plan.units import held_stages
 from koushi.plan.workload import Workload
 
 ACCURACY = Path(__file__).parent / "accuracy.json"
+TIGHT = 0.9
+"""Share of a device's memory above which a layout fits tightly: predictions are that far off at times."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class Plan:
     def fits(self) -> bool:
         return self.room >= 0
 
+    @property
+    def tight(self) -> bool:
+        """Whether it fits with little room."""
+        return self.fits and is_tight(self.memory.device, self.hardware)
+
     def ranks(self, pp: int) -> tuple[int, int]:
         """First and last rank at a pipeline coordinate."""
         along = self.devices // self.workload.mesh.degree("pp")
@@ -119,6 +126,16 @@ class Plan:
 def plan(workload: Workload, hardware: Hardware) -> Plan:
     """What a step of ``workload`` on ``hardware`` takes in time and in memory."""
     return Plan(workload, hardware, step_time(workload, hardware), every_rank(workload, hardware))
+
+
+def is_tight(memory: float, hardware: Hardware) -> bool:
+    """Whether ``memory`` bytes leave little of a device's."""
+    return memory > TIGHT * hardware.chip.memory_bytes
+
+
+def is_published(hardware: Hardware) -> bool:
+    """Whether published runs on such devices stand behind the figures; none do for a CPU."""
+    return hardware.name != "cpu"
 
 
 @cache

@@ -28,6 +28,7 @@ from koushi.plan.layouts import (
     reshard_choices,
     splits,
 )
+from koushi.plan.plan import TIGHT
 from koushi.plan.score import Costs, Scored
 from koushi.plan.workload import Recompute, Workload
 
@@ -52,11 +53,22 @@ class SearchResult:
     front: tuple[Scored, ...]
     """Layouts that no other beats in both memory and speed, fastest first, up to ``SLOWEST`` times the fastest."""
     misses: tuple[Scored, ...]
-    """Faster than the best, but too large: of those that came up, the smallest."""
+    """Faster than the best, but too large: of those that came up, the smallest; where nothing fits, what is nearest."""
     legal: int
     """Layouts considered."""
     judged: int
     """Pipelines simulated; layouts that only differ in how data parallel shards share one."""
+    capacity: float
+    """Bytes of a device."""
+
+    def is_tight(self, one: Scored) -> bool:
+        """Whether it fits with little room."""
+        return TIGHT * self.capacity < one.memory <= self.capacity
+
+    @property
+    def chosen(self) -> Scored | None:
+        """The fastest that does not fit tightly; where none is in the front, the fastest. None: nothing fits."""
+        return next((one for one in self.front if not self.is_tight(one)), self.best[0] if self.best else None)
 
 
 class _Group(NamedTuple):
@@ -120,8 +132,27 @@ class _Search:
                 self._spread(item, floor)
             else:
                 self._open(item)
-        misses = self.found.misses(costs)
-        return self.found.result(misses, legal_count(self.question), costs.simulated)
+        found = self.found
+        misses = found.misses(costs) if found.fastest else self._smallest()
+        best, front = found.ranked()
+        return SearchResult(best, front, misses, legal_count(self.question), costs.simulated, costs.capacity)
+
+    def _smallest(self) -> tuple[Scored, ...]:
+        """What needs the least memory: one sample at a time, as many shards as there are, all of blocks recomputed."""
+        costs, waiting = self.costs, []
+        for split in splits(self.question):
+            if split.microbatch_size > 1:
+                continue
+            for pipeline in pipelines(self.question, split.pp, split.microbatches):
+                layout = next(spread(split, "full", pipeline))
+                waiting.append((costs.memory_floor(split, layout), layout))
+        found: list[tuple[float, Layout]] = []
+        for floor, layout in sorted(waiting):
+            if len(found) == MISSES and floor >= found[-1][0]:
+                break
+            insort(found, (costs.memory(layout), layout))
+            del found[MISSES:]
+        return tuple(Scored(layout, costs.step_seconds(layout), memory) for memory, layout in found)
 
     def _push(self, floor: float, item: _Item) -> None:
         if floor <= self.found.slowest_wanted:
@@ -233,11 +264,12 @@ class _Found:
         faster = (one for one in judged if one.seconds < fastest)
         return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])
 
-    def result(self, misses: tuple[Scored, ...], legal: int, judged: int) -> SearchResult:
+    def ranked(self) -> tuple[tuple[Scored, ...], tuple[Scored, ...]]:
+        """The fastest of each tp and pp, and the front."""
         best = tuple(sorted(self.fastest.values(), key=lambda one: one.rank)[:BEST])
         limit = SLOWEST * best[0].seconds if best else 0.0
         front = tuple(one for one in self.front if one.seconds <= limit)
-        return SearchResult(best, front, misses, legal, judged)
+        return best, front
 
 
 def degrees_of(layout: Layout) -> Degrees:

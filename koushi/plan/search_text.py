@@ -5,43 +5,69 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from koushi.hardware.collective import span
+from koushi.hardware.hardware import Hardware
+from koushi.plan.fixes import Wider
 from koushi.plan.layouts import Layout, Question
 from koushi.plan.plan import Plan
 from koushi.plan.score import Scored
 from koushi.plan.search import SLOWEST, SearchResult
-from koushi.plan.text import gib, short
+from koushi.plan.text import gib, short, would_do
 from koushi.units import counted
 
 _TOLD = 0.003
 """Share of the winner's step below which a difference is not told."""
 
 
-def search_text(question: Question, result: SearchResult, plans: Mapping[Layout, Plan], own: Plan | None) -> str:
-    """The ranking, the front, what is too large, and where the run file's own layout stands."""
+def search_text(
+    question: Question,
+    on: Hardware,
+    result: SearchResult,
+    plans: Mapping[Layout, Plan],
+    own: Plan | None,
+    wider: Wider | None,
+) -> str:
+    """The ranking, the front, what is too large, and where the run file's own layout stands; or what would do."""
     devices = counted(question.devices, "device")
     head = f"{result.legal:,} legal layouts of {devices}, {counted(result.judged, 'pipeline')} simulated"
-    if not result.best:
-        return "\n".join([f"{head}; none fits", *_too_large(result, plans)])
-    winner = plans[result.best[0].layout]
+    chosen = result.chosen
+    if chosen is None:
+        return "\n".join([f"{head}; none fits", *_too_large(result, plans), *_left_out(wider, on)])
+    winner = plans[chosen.layout]
+    ranked = sorted({*result.best, chosen}, key=lambda one: one.rank)
     lines = [
         f"{head}; the fastest of each tp and pp",
-        *_table(result.best, [_lost(plans[one.layout], winner) for one in result.best]),
+        *_table(ranked, [_told(one, result, _lost(plans[one.layout], winner)) for one in ranked]),
         "",
         f"smaller or faster than every other, up to {SLOWEST - 1:.0%} slower than the fastest",
-        *_table(result.front, [_slower(one, result.best[0]) for one in result.front]),
+        *_table(result.front, [_told(one, result, _slower(one, chosen)) for one in result.front]),
     ]
     if result.misses:
         lines += ["", *_too_large(result, plans)]
+    lines += _left_out(None, on)
     if own is not None:
         lines += ["", _own(own, winner)]
     return "\n".join(lines)
+
+
+def _told(one: Scored, result: SearchResult, told: str) -> str:
+    """What is told of a row, and whether it fits tightly."""
+    if one == result.chosen and one != result.best[0]:
+        told = "the fastest that is not tight"
+    return f"{told}, tight" if result.is_tight(one) else told
+
+
+def _left_out(wider: Wider | None, on: Hardware) -> list[str]:
+    lines = ["", "not searched: training.compile, precision, layers per stage"]
+    if wider:
+        lines[:0] = ["", f"{would_do(wider, on)}: --gpus {wider.devices}"]
+    return lines
 
 
 def _too_large(result: SearchResult, plans: Mapping[Layout, Plan]) -> list[str]:
     if not result.misses:
         return []
     notes = [_lack(plans[one.layout]) for one in result.misses]
-    return ["faster, but too large" if result.best else "the smallest", *_table(result.misses, notes)]
+    return ["faster, but too large" if result.best else "the nearest", *_table(result.misses, notes)]
 
 
 def _table(rows: Sequence[Scored], notes: Sequence[str]) -> list[str]:
@@ -78,7 +104,7 @@ def _cells(one: Scored) -> tuple[str, ...]:
 
 
 def _slower(one: Scored, best: Scored) -> str:
-    return f"+{one.seconds / best.seconds - 1:.1%}" if one is not best else "the fastest"
+    return f"{one.seconds / best.seconds - 1:+.1%}" if one != best else "the fastest"
 
 
 def _lost(plan: Plan, winner: Plan) -> str:
@@ -90,7 +116,7 @@ def _lost(plan: Plan, winner: Plan) -> str:
     parts = {name: (plan.time.parts[name] - winner.time.parts[name]) / total for name in winner.time.parts}
     worse = sorted((-share, name) for name, share in parts.items() if share >= _TOLD)[:2]
     told = ", ".join(f"{name} +{-share:.1%}{_crossing(plan, name)}" for share, name in worse)
-    return f"+{behind:.1%}" + (f": {told}" if told else "")
+    return f"{behind:+.1%}" + (f": {told}" if told else "")
 
 
 def _crossing(plan: Plan, part: str) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from koushi.config.overrides import SHORT
+from koushi.hardware.hardware import Hardware
 from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
-from koushi.plan.fixes import Advice
+from koushi.plan.fixes import MOST_TIMES, Advice, Wider
 from koushi.plan.memory import Memory
-from koushi.plan.plan import ErrorBar, Plan, SubmeshUse, error_bars
+from koushi.plan.plan import Plan, SubmeshUse, error_bars, is_published, is_tight
 from koushi.traffic import Phase
 from koushi.units import bytes_text, count_text, counted
 
@@ -30,9 +31,10 @@ KINDS: tuple[tuple[str, str], ...] = (
 """Fields of Memory, and what a reader calls them."""
 
 
-def plan_text(job: Job, plan: Plan, chosen: bool) -> str:
-    """The whole plan of a run file as it stands; ``chosen``: whether anyone named the hardware."""
-    parts = [_head(job, plan, chosen), _time(job, plan), _memory(plan), _communication(plan)]
+def plan_text(job: Job, plan: Plan, chosen: bool, follows: bool = False) -> str:
+    """The whole plan of a run file as it stands; ``chosen``: whether anyone named the hardware; ``follows``: whether
+    dp_shard is as the number of devices asks, not as the run file says."""
+    parts = [_head(job, plan, chosen, follows), _time(job, plan), _memory(plan), _communication(plan)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -41,12 +43,18 @@ def verdict(plan: Plan) -> str:
     memory, total = plan.memory, plan.hardware.chip.memory_bytes
     place = _place(plan, plan.fullest)
     if plan.fits:
-        return f"fits: {gib(memory.device)} of {gib(total)} GiB on the fullest rank{place}"
-    lacks = f"{gib(memory.device)} of {gib(total)} GiB, {gib(-plan.room)} GiB too much"
+        how = "fits, tightly" if plan.tight else "fits"
+        return f"{how}: {_of(memory.device, total)} on the fullest rank{place}"
+    lacks = f"{_of(memory.device, total)}, {gib(-plan.room)} GiB too much"
     return f"does not fit: {lacks}{place}, {memory.moment}"
 
 
-def _head(job: Job, plan: Plan, chosen: bool) -> list[str]:
+def _of(size: float, total: float) -> str:
+    """``33.8 of 79.1 GiB``, ``44.1 MiB of 16.0 GiB``."""
+    return f"{gib(size)} of {gib(total)} GiB" if size >= 2**30 else f"{bytes_text(size)} of {gib(total)} GiB"
+
+
+def _head(job: Job, plan: Plan, chosen: bool, follows: bool) -> list[str]:
     workload, hardware = plan.workload, plan.hardware
     degrees = workload.mesh
     pipeline = ""
@@ -59,7 +67,8 @@ def _head(job: Job, plan: Plan, chosen: bool) -> list[str]:
         f"{job.name}: {verdict(plan)}",
         f"model    {job.model_name}, {count_text(parameter_count(job.size))} parameters, "
         f"{workload.parameters} masters, {workload.compute} compute, {workload.reduce} gradient sums",
-        f"devices  {plan.devices:,} x {hardware.name}, {hardware.devices_per_node} per node; {degrees}",
+        f"devices  {plan.devices:,} x {hardware.name}, {hardware.devices_per_node} per node; {degrees}"
+        f"{'; dp_shard follows --gpus' if follows else ''}",
         f"batch    {workload.global_batch_size} samples of {workload.seq_len:,} tokens, "
         f"{counted(workload.microbatches, 'microbatch')} of {workload.microbatch_size} a rank; "
         f"{pipeline}recompute {workload.recompute}{reshard}",
@@ -70,19 +79,19 @@ def _head(job: Job, plan: Plan, chosen: bool) -> list[str]:
 
 
 def _time(job: Job, plan: Plan) -> list[str]:
-    time, bar = plan.time, error_bars()[0]
+    time = plan.time
     seconds = time.seconds
     steps = job.config.training.steps
-    days = seconds * steps / 86_400
+    device_hours = seconds * steps * plan.devices / 3600
     tokens = count_text(plan.workload.tokens * steps)
     lines = [
-        f"time     {short(seconds)} a step ({short(seconds * (1 - bar.p90))} to {short(seconds * (1 + bar.p90))}; "
-        f"{_came_within(bar)})",
+        f"time     {short(seconds)} a step{_seconds_range(plan)}",
+        f"         {_trust(plan)}",
         f"speed    {count_text(time.tokens_per_second_per_device * plan.devices)} tokens/s, "
-        f"{count_text(time.tokens_per_second_per_device)} per device; MFU {time.mfu:.1%} "
-        f"(PaLM's count: 6 FLOPs per parameter and token, attention in full, no recompute)",
-        f"run      {steps:,} steps, {tokens} tokens: {_days(days)}, "
-        f"{count_text(days * 24 * plan.devices)} device-hours, without stops",
+        f"{count_text(time.tokens_per_second_per_device)} per device; MFU {_percent(time.mfu)}",
+        "         MFU as PaLM counts: 6 FLOPs per parameter but the input embedding's, attention in full, no recompute",
+        f"run      {steps:,} steps, {tokens} tokens: {_lasting(seconds * steps)}, "
+        f"{_device_time(device_hours)}, without stops",
         "",
         f"where the {short(seconds)} of a step go, on the ranks that work longest{_place(plan, time.pp)}",
     ]
@@ -95,29 +104,54 @@ def _time(job: Job, plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     memory = plan.memory
-    lines = [f"memory of the fullest rank{_place(plan, plan.fullest)}, {memory.moment}"]
     rows = [(name, getattr(memory, key)) for key, name in KINDS]
     largest = max(1, *(size for _, size in rows))
+    unit, scale = ("GiB", 2**30) if memory.device >= 2**30 else ("MiB", 2**20)
+    lines = [f"memory in {unit} of the fullest rank{_place(plan, plan.fullest)}, {memory.moment}"]
     for name, size in rows:
         if size >= 2**20 or size == largest:
-            lines.append(_size_line(name, size, f"{'#' * round(_BAR * size / largest)}"))
+            lines.append(_size_line(name, size / scale, f"{'#' * round(_BAR * size / largest)}"))
+    device = "with the driver and communicators: what nvidia-smi shows"
+    if plan.hardware.name == "cpu":
+        device = "of tensors alone: Python and torch take some more"
     lines += [
-        _size_line("active", memory.active, "= the above, tensors in use"),
-        _size_line("reserved", memory.reserved, "with what the allocator cannot hand out"),
-        _size_line("device", memory.device, "with the driver and communicators: what nvidia-smi shows"),
-        f"  {_came_within(error_bars()[1])}",
+        _size_line("active", memory.active / scale, "= the above, tensors in use"),
+        _size_line("reserved", memory.reserved / scale, "with what the allocator cannot hand out"),
+        _size_line("device", memory.device / scale, device),
     ]
+    if is_published(plan.hardware):
+        low, high = memory_range(plan)
+        lines.append(f"  {'range':<24} {_figure(low / scale):>8}  to {_figure(high / scale)}")
     if len(plan.memories) > 1:
-        lines.append(f"  by stage rank            {_by_coordinate(plan.memories)} GiB")
+        lines.append(f"  by stage rank            {_by_coordinate(plan.memories, scale)} {unit}")
     return lines
 
 
-def _came_within(bar: ErrorBar) -> str:
-    return f"9 in 10 published runs came within {bar.p90:.0%} of their plan, as a mean of their sources"
+def memory_range(plan: Plan) -> tuple[float, float]:
+    """Within which 9 in 10 would be; never less than what stays throughout, which is known."""
+    memory, off = plan.memory, error_bars()[1].p90
+    low = max(memory.device * (1 - off), memory.parameters + memory.optimizer + memory.runtime)
+    return min(low, memory.device), memory.device * (1 + off)
 
 
-def _by_coordinate(memories: Sequence[Memory]) -> str:
-    sizes = [gib(one.device) for one in memories]
+def _seconds_range(plan: Plan) -> str:
+    seconds, off = plan.time.seconds, error_bars()[0].p90
+    return f" ({short(seconds * (1 - off))} to {short(seconds * (1 + off))})" if is_published(plan.hardware) else ""
+
+
+def _trust(plan: Plan) -> str:
+    """How far off published runs were from their plans."""
+    if not is_published(plan.hardware):
+        return f"no published run stands behind {plan.hardware.name}"
+    time, memory = error_bars()
+    return (
+        f"9 in 10 published runs came within {time.p90:.0%} of their plan in time and {memory.p90:.0%} in memory, "
+        "as means of their sources"
+    )
+
+
+def _by_coordinate(memories: Sequence[Memory], scale: float) -> str:
+    sizes = [_figure(one.device / scale) for one in memories]
     if len(sizes) <= 16:
         return " ".join(sizes)
     return " ".join(sizes[:8]) + " ... " + " ".join(sizes[-4:])
@@ -179,10 +213,11 @@ def advice_text(before: Plan, advice: Advice) -> str:
     if not advice.fixes:
         if before.fits:
             return ""
-        if advice.devices is None:
-            return "no layout of as many devices fits, nor a few times as many"
-        flags = f"--gpus {advice.devices} --dp-shard {advice.dp_shard}"
-        return f"no layout of as many devices fits; {advice.devices:,} would do: {flags}"
+        devices = counted(before.devices, "device")
+        if advice.wider is None:
+            return f"no layout of {devices} fits, nor of up to {MOST_TIMES} times as many"
+        flags = " ".join([f"--gpus {advice.wider.devices}", *(_argument(*one) for one in advice.values.items())])
+        return f"no layout of {devices} fits; {would_do(advice.wider, before.hardware)}: {flags}"
     head = "what would make it faster" if before.fits else "what would make it fit"
     written = [" ".join(_argument(*one) for one in fix.values.items()) for fix in advice.fixes]
     width = min(60, max(len(text) for text in written))
@@ -190,8 +225,15 @@ def advice_text(before: Plan, advice: Advice) -> str:
     for fix, text in zip(advice.fixes, written, strict=True):
         note = f"  ({fix.note})" if fix.note else ""
         gain = f"{fix.seconds / before.time.seconds - 1:>+6.1%}"
-        lines.append(f"  {text:<{width}}  {short(fix.seconds):>8}  {gain}  {gib(fix.memory):>6} GiB{note}")
+        tight = "  tight" if is_tight(fix.memory, before.hardware) else ""
+        lines.append(f"  {text:<{width}}  {short(fix.seconds):>8}  {gain}  {_size(fix.memory):>8}{tight}{note}")
     return "\n".join(lines)
+
+
+def would_do(wider: Wider, hardware: Hardware) -> str:
+    """``16 would do, tightly (76.2 of 79.1 GiB)``."""
+    tightly = ", tightly" if is_tight(wider.memory, hardware) else ""
+    return f"{wider.devices:,} would do{tightly} ({_of(wider.memory, hardware.chip.memory_bytes)})"
 
 
 _FLAGS = {key: flag for flag, key in SHORT.items()}
@@ -202,8 +244,16 @@ def _argument(key: str, value: object) -> str:
     return f"{_FLAGS[key]} {text}" if key in _FLAGS else f"{key}={text}"
 
 
-def _size_line(name: str, size: float, note: str) -> str:
-    return f"  {name:<24} {gib(size):>8}  {note}".rstrip()
+def _size_line(name: str, figure: float, note: str) -> str:
+    return f"  {name:<24} {_figure(figure):>8}  {note}".rstrip()
+
+
+def _figure(value: float) -> str:
+    return f"{value:.1f}" if value >= 0.05 or value == 0 else f"{value:.3f}"
+
+
+def _size(size: float) -> str:
+    return f"{gib(size)} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _place(plan: Plan, pp: int, ranks: bool = True) -> str:
@@ -235,5 +285,17 @@ def short(seconds: float) -> str:
     raise AssertionError("unreachable: the last unit always returns")
 
 
-def _days(days: float) -> str:
-    return f"{days:.1f} days" if days >= 1 else f"{days * 24:.1f} hours"
+def _lasting(seconds: float) -> str:
+    for unit, scale in (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds:.1f} seconds"
+
+
+def _device_time(hours: float) -> str:
+    return f"{count_text(hours)} device-hours" if hours >= 1 else f"{hours * 60:.1f} device-minutes"
+
+
+def _percent(share: float) -> str:
+    """Two figures, and a decimal above 10%."""
+    return f"{share:.1%}" if share >= 0.0995 or share == 0 else f"{share * 100:.2g}%"

@@ -15,6 +15,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.hardware.matmul import attention_seconds, matmul_seconds, streaming_seconds
 from koushi.mesh import MeshSpec
 from koushi.plan.communication import pieces
+from koushi.plan.operations import has_fused_attention
 from koushi.plan.workload import Recompute, System, Transformer, Workload
 from koushi.traffic import DTYPE_BYTES, Traffic
 
@@ -174,15 +175,16 @@ def _attention(hardware: Hardware, key: Workload, backward: bool) -> Work:
     batch, dtype = key.microbatch_size, key.compute
     passes = 2.5 if backward else 1.0
     ideal = 2.0 * passes * batch * heads * length * (length // cp) * model.head_dim / chip.peak(dtype)
-    if key.system.flash_attention:
+    grouped = model.n_kv_heads < model.n_heads and heads > 1
+    if key.system.flash_attention and (hardware.name == "cpu" or has_fused_attention(dtype, grouped)):
         kernel = key.system.attention_kernel
         seconds = attention_seconds(chip, batch, heads, length // cp, length, model.head_dim, dtype, backward, kernel)
         return Work(ideal=ideal, attention=seconds - ideal)
     products = matmul_seconds(chip, length // cp, length, model.head_dim, dtype, batch * heads)
     products += matmul_seconds(chip, length // cp, model.head_dim, length, dtype, batch * heads)
-    # Scores are written, read and written by a fused softmax, and read.
+    # Scores are written, read and written by a fused softmax, and read; torch's own are masked on their way.
     scores = batch * heads * length * (length // cp) * DTYPE_BYTES[dtype]
-    moved = scores * (8 if backward else 4)
+    moved = scores * (8 if backward else 6 if key.system.flash_attention else 4)
     seconds = products * (2 if backward else 1) + streaming_seconds(chip, moved, 2)
     return Work(ideal=ideal, attention=seconds - ideal)
 

@@ -15,9 +15,14 @@ from koushi.config.spelling import nearest
 from koushi.config.write import value_text
 from koushi.errors import ConfigError, Problem
 from koushi.job import Job
-from koushi.mesh import MeshSpec
+from koushi.mesh import MOST_DEVICES, MeshSpec
 from koushi.models.llama.flops import parameter_count
 from koushi.models.llama.sizes import PRESETS
+from koushi.output import write_new
+from koushi.plan.command import hardware_of
+from koushi.plan.plan import plan
+from koushi.plan.text import verdict
+from koushi.plan.workload import of_job
 from koushi.setup.degrees import NODE, ChooseDegrees, fewest_devices, rule_of_thumb
 from koushi.train.room import state_bytes
 from koushi.units import bytes_text, count_text, counted
@@ -42,8 +47,8 @@ Values = Mapping[str, object]
 def init(path: Path, model: str, devices: int | None, choose: ChooseDegrees = rule_of_thumb) -> str:
     """Write a run file for ``model`` on ``devices`` (None: as few as hold it well) to ``path``; what to do next.
 
-    ``choose`` gives the mesh. Raises ConfigError for an unknown model and for a path that is taken or cannot be
-    written.
+    ``choose`` gives the mesh. Raises ConfigError for an unknown model, too many devices and a path that is taken,
+    WrongTarget for one that cannot be written. Nothing is left behind then.
     """
     if model not in PRESETS:
         meant = nearest(model, PRESETS)
@@ -51,10 +56,17 @@ def init(path: Path, model: str, devices: int | None, choose: ChooseDegrees = ru
         raise ConfigError([Problem(f"command line (--model {model})", "", "there is no such model", legal)])
     if devices is None:
         devices = fewest_devices(PRESETS[model])
+    if devices > MOST_DEVICES:
+        legal = f"at most {MOST_DEVICES} are planned for"
+        raise ConfigError([Problem(f"command line (--gpus {devices})", "", "is more devices than any cluster", legal)])
     mesh = choose(PRESETS[model], devices)
     assert mesh.world_size == devices, f"{mesh} was chosen for {devices} devices"
     _write_new(path, run_file_text(path, model, mesh))
-    return _next_steps(path, check(load(path)))
+    try:
+        return _next_steps(path, check(load(path)))
+    except ConfigError:
+        path.unlink()  # such as a sequence that this mesh cannot split: no file is better than one that is refused
+        raise
 
 
 def run_file_text(path: Path, model: str, mesh: MeshSpec) -> str:
@@ -162,6 +174,7 @@ def _header(path: Path, model: str, mesh: MeshSpec) -> Iterator[str]:
     yield "#"
     commands = {
         f"koushi check {name}": "what this describes, or every mistake in it at once",
+        f"koushi plan {name}": "what it costs, and whether it fits the hardware you name",
         f"koushi mesh {name}": "the lattice of devices",
         _start(name, mesh): "trains it, one process per device",
         "koushi config --schema": "every key, also those that are not here",
@@ -204,18 +217,11 @@ def _comment(key: Key) -> str:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Raises ConfigError for a file that is there already, and where none can be made."""
+    """Raises ConfigError for a file that is there already, WrongTarget where none can be made."""
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        write_new(path, text, "run.yaml")
     except FileExistsError:
         raise ConfigError([Problem(str(path), "", "is there already", "name a new file, or remove it")]) from None
-    except FileNotFoundError:
-        legal = f"make the folder {path.parent}, or name another"
-        raise ConfigError([Problem(str(path), "", "there is no such folder", legal)]) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError([Problem(str(path), "", f"cannot be written: {reason}", "name another file")]) from None
 
 
 def _next_steps(path: Path, job: Job) -> str:
@@ -225,5 +231,14 @@ def _next_steps(path: Path, job: Job) -> str:
         f"wrote {path}: {job.model_name}, {count_text(parameter_count(job.size))} parameters, on "
         f"{counted(job.mesh.world_size, 'device')} {job.mesh}\n"
         f"parameters, gradients and AdamW's state take {each} of each device; activations come on top\n"
-        f"next: koushi check {name}, koushi mesh {name}, {_start(name, job.mesh)}"
+        f"{_outlook(job)}"
+        f"next: koushi check {name}, koushi plan {name}, koushi mesh {name}, {_start(name, job.mesh)}"
+    )
+
+
+def _outlook(job: Job) -> str:
+    """A line where the plan of the job does not fit the hardware that koushi plan assumes, or tightly."""
+    found = plan(of_job(job), hardware_of(job))
+    return (
+        "" if found.fits and not found.tight else f"on {found.hardware.name}, if that is meant, it {verdict(found)}\n"
     )

@@ -6,8 +6,10 @@ import gzip
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from published_rows import LLAMA_8B, row
 
+from koushi.accuracy.__main__ import main
 from koushi.accuracy.rows import FAILED, MEASURED, Row, RowsError, read
 
 
@@ -18,12 +20,12 @@ def test_cells_become_numbers() -> None:
     assert found.tokens_per_s == 1633.5
 
 
-@pytest.mark.parametrize("cell", ["", "?", "12.5", "-3", "0", "nan", "inf", "eight"])
+@pytest.mark.parametrize("cell", ["", "?", "12.5", "-3", "0", "nan", "inf", "eight", "1e308"])
 def test_what_is_no_count_is_missing(cell: str) -> None:
     assert row(gpus=cell).gpus is None
 
 
-@pytest.mark.parametrize("cell", ["", "n/a", "-1", "0", "nan", "inf"])
+@pytest.mark.parametrize("cell", ["", "n/a", "-1", "0", "nan", "inf", "1e308", "1e-308"])
 def test_what_is_no_amount_is_missing(cell: str) -> None:
     assert row(peak_mem_gib=cell).memory_gib is None
 
@@ -51,6 +53,34 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs.csv.gz").write_bytes(b"not gzip")
     with pytest.raises(RowsError, match="cannot be read"):
         read(tmp_path / "runs.csv.gz")
+
+
+HEADER = "source,model,gpu,seq_len,micro_batch\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (HEADER + "a,b,h100,1,1,extra\n", "row 1 has more cells than the header"),
+        (HEADER + 'a,"b"c,h100,1,1\n', "is no CSV"),
+        (HEADER + "a,b,h100,1," + "1" * 200_000 + "\n", "is no CSV"),
+    ],
+)
+def test_damaged_rows_are_refused_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "runs.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(RowsError, match=told) as caught:
+        read(tmp_path / "runs.csv")
+    assert "\n" not in str(caught.value)
+
+
+def test_stray_carriage_returns_end_rows(tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_bytes((HEADER + "a,b\rc,h100,1,1\n").encode())
+    assert [one.source for one in read(tmp_path / "runs.csv")] == ["a", "c"]
+
+
+def test_a_source_that_is_not_there_is_answered_with_those_that_are() -> None:
+    found = CliRunner().invoke(main, ["--source", "nosuch"])
+    assert found.exit_code == 2 and "no source is called 'nosuch'; they are " in found.output
 
 
 def test_shipped_files_are_whole() -> None:

@@ -9,7 +9,7 @@ import pytest
 from koushi.calibrate import command
 from koushi.calibrate.command import calibrate
 from koushi.calibrate.measure import Sizes
-from koushi.errors import TrainingError
+from koushi.errors import TrainingError, WrongTarget
 from koushi.hardware.hardware import load
 
 SMALL = Sizes(
@@ -47,3 +47,14 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(TrainingError, match="cuda"):
         calibrate(tmp_path / "mine.yaml", "cuda", 1, None)
     assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_a_wrong_target_is_told_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_measured", lambda kind, count: pytest.fail("it measured"))
+    run = tmp_path / "run.yaml"
+    run.write_text("model: {name: llama3-debug}\n", encoding="utf-8")
+    with pytest.raises(WrongTarget, match=r"run.yaml is there already and is not a hardware file"):
+        calibrate(run, "cpu", 1, None)
+    assert run.read_text(encoding="utf-8") == "model: {name: llama3-debug}\n"
+    with pytest.raises(WrongTarget, match="there is no folder"):
+        calibrate(tmp_path / "none" / "x.yaml", "cpu", 1, None)

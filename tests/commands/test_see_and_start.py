@@ -62,7 +62,7 @@ def test_mesh_with_the_world_of_a_launcher(capsys: Printed) -> None:
         (["config", "--schema", "steps"], "did you mean training.steps?"),
         (["init"], "Missing argument 'RUN.yaml'"),
         (["init", DEBUG], f"{DEBUG}: is there already; name a new file, or remove it"),
-        (["init", "nowhere/x.yaml"], "there is no such folder; make the folder nowhere"),
+        (["init", "nowhere/x.yaml"], "nowhere; make it, or name another file"),
         (["init", "x.yaml", "--model", "llama3-9b"], "did you mean llama3-8b?"),
         (["launch", DEBUG, "--nodes", "2"], "Missing option '--backend'"),
         (
@@ -174,3 +174,21 @@ def test_names_that_the_terminal_has_no_characters_for(tmp_path: Path) -> None:
     resolved = tmp_path / "resolved.yaml"
     resolved.write_bytes(done.stdout)
     assert load_config(resolved).data.text_key == "本文"
+
+
+def test_a_page_is_never_written_over_a_run_file_or_data(capsys: Printed, tmp_path: Path) -> None:
+    run, data = tmp_path / "run.yaml", tmp_path / "metrics.jsonl"
+    run.write_text(Path(DEBUG).read_text(encoding="utf-8"), encoding="utf-8")
+    data.write_text("{}\n", encoding="utf-8")
+    for target, words in ((run, "is what this command reads"), (data, "is not a page")):
+        assert ended("mesh", str(run), "--html", str(target)) == 2
+        assert words in capsys.readouterr().err
+    assert run.read_bytes() == Path(DEBUG).read_bytes()
+    assert data.read_text(encoding="utf-8") == "{}\n"
+
+
+@pytest.mark.parametrize("gpus", ["1048577", "99999999999999"])
+def test_init_of_too_many_devices_leaves_no_file(gpus: str, capsys: Printed, tmp_path: Path) -> None:
+    assert ended("init", str(tmp_path / "x.yaml"), "--model", "llama3-8b", "--gpus", gpus) == 2
+    assert "at most 1048576" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

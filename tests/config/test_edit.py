@@ -11,7 +11,7 @@ import pytest
 from koushi.config.edit import edited, shown, write_edited
 from koushi.config.load import load_config
 from koushi.config.source import plain, read
-from koushi.errors import ConfigError
+from koushi.errors import ConfigError, WrongTarget
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -118,7 +118,7 @@ def test_another_file_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"other.yaml: is there already; a new name, or .*debug.yaml itself"):
         write_edited(ROOT / "examples" / "debug.yaml", other, {"training.steps": 1})
     assert other.read_text(encoding="utf-8") == "model: {name: llama3-8b}\n"
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(WrongTarget, match="there is no folder"):
         write_edited(other, tmp_path / "nowhere" / "x.yaml", {"training.steps": 1})
 
 
@@ -135,7 +135,46 @@ def test_a_section_that_an_alias_shares_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     text = "validation: &same {every: 2}\ncheckpoint: *same\n"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match="changed one by one"):
+    with pytest.raises(ConfigError, match=r"anchor|changed one by one"):
         write_edited(path, path, {"validation.every": 4})
     assert path.read_text(encoding="utf-8") == text
     assert [one.name for one in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("parallelism: {\n  tensor_parallel_degree: 2  # c\n}\n", "parallelism.world_size: is in a section in braces"),
+        ("parallelism: &p\n  tensor_parallel_degree: 2\n", "parallelism.world_size: .*anchor"),
+        ("training: {steps: &n 8}\nparallelism:\n  world_size: *n # c\n", "parallelism.world_size: .*alias"),
+        ("parallelism:\n  world_size: &n 8\ntraining: {steps: *n}\n", "parallelism.world_size: .*anchor"),
+        ("parallelism:\n  world_size:\n  - 1 # c1\n  - 2 # c2\n", "parallelism.world_size: "),
+    ],
+)
+def test_what_cannot_be_changed_alone_is_left_to_hands(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"{what}.*; write world_size: 4 there by hand"):
+        write_edited(path, path, {"parallelism.world_size": 4})
+    assert path.read_text(encoding="utf-8") == text
+    assert [one.name for one in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_line_ends_stay_what_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"training:\r\n  steps: 5\r\n")
+    write_edited(path, path, {"training.seed": 3, "precision.compute": "bfloat16"})
+    assert path.read_bytes() == (b"training:\r\n  steps: 5\r\n  seed: 3\r\n\r\nprecision:\r\n  compute: bfloat16\r\n")
+
+
+def test_relative_paths_lead_to_the_same_from_another_folder(tmp_path: Path) -> None:
+    source, target = tmp_path / "run.yaml", tmp_path / "there" / "run.yaml"
+    target.parent.mkdir()
+    (tmp_path / "mine.yaml").touch()
+    source.write_text(
+        "run: {hardware: mine.yaml}\ndata: {path: x/*.txt, tokenizer: embedded}\nmodel: {hf: /a}\n", encoding="utf-8"
+    )
+    write_edited(source, target, {})
+    assert target.read_text(encoding="utf-8") == (
+        'run: {hardware: ../mine.yaml}\ndata: {path: "../x/*.txt", tokenizer: embedded}\nmodel: {hf: /a}\n'
+    )

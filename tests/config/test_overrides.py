@@ -148,3 +148,18 @@ def test_the_run_file_may_stand_anywhere(arguments: list[str]) -> None:
 def test_no_run_file_is_told_from_overrides() -> None:
     assert split_run_path(["--tp", "2", "a=b", "-x"]) == (None, ["--tp", "2", "a=b", "-x"])
     assert split_run_path(["run.yaml", "word"]) == ("run.yaml", ["word"])
+
+
+def test_a_run_file_may_have_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("lr=3.yaml", "lr=3", "training.steps=3"):
+        Path(name).write_text(FILE)
+    steps = "training.steps=5"
+    assert split_run_path([steps, "lr=3.yaml", "--tp", "2"]) == ("lr=3.yaml", [steps, "--tp", "2"])
+    assert split_run_path(["lr=3", steps]) == ("lr=3", [steps])
+    assert split_run_path(["a/lr=4.yaml", "run.hardware=x.yaml"]) == ("a/lr=4.yaml", ["run.hardware=x.yaml"])
+    # What names a section is an override as long as there is another run file.
+    assert split_run_path(["training.steps=3", "run.yaml"]) == ("run.yaml", ["training.steps=3"])
+    assert split_run_path(["training.steps=3"]) == ("training.steps=3", [])
+    assert split_run_path(["run.hardware=x.yaml"]) == (None, ["run.hardware=x.yaml"])
+    assert split_run_path(["--data.path", "lr=3.yaml"]) == (None, ["--data.path", "lr=3.yaml"])

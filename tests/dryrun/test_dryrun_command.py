@@ -61,8 +61,19 @@ def test_findings_end_with_an_error(
 
 
 def test_a_timeline_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(str(tiny_file(tmp_path)), "--trace", str(tmp_path / "nowhere" / "step.json")) == 1
-    assert "cannot write the timeline" in capsys.readouterr().err
+    path = tiny_file(tmp_path)
+    text = path.read_text(encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    for target, words in (
+        (tmp_path / "nowhere" / "step.json", "there is no folder"),
+        (path, "is what this command reads"),
+        (tmp_path / "tokenizer.json", "is not a timeline that koushi wrote"),
+    ):
+        assert run(str(path), "--trace", str(target)) == 2
+        said = capsys.readouterr()
+        assert words in said.err and said.out == "", "before anything runs"
+    assert path.read_text(encoding="utf-8") == text
+    assert (tmp_path / "tokenizer.json").read_text(encoding="utf-8") == "{}"
 
 
 def test_what_is_predicted_for(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from koushi.errors import ConfigError
 from koushi.hardware.hardware import DATA, load, names, read_file
 from koushi.hardware.peaks import peak_flops
+from koushi.hardware.ranges import RANGES
 
 FILES = sorted(DATA.glob("*.yaml"))
 WANTED = "v100-sxm2-32gb a100-sxm-40gb a100-sxm-80gb h100-sxm-80gb h100-pcie-80gb h100-96gb-hbm2e-500w h200 b200 gb200"
@@ -70,7 +71,7 @@ def test_what_is_wrong_with_a_users_file_is_told_at_once_with_lines(tmp_path: Pa
         load(str(path))
     problems = {problem.key: problem for problem in caught.value.problems}
     assert set(problems) == {"variation", "chip.units", "inside.hops_us", "inside.hop_us"}
-    assert problems["chip.units"].legal == "an integer of at least 0 is needed"
+    assert problems["chip.units"].legal == "a number of processors from 1 to 1000000 is needed"
     line = next(number for number, one in enumerate(text.splitlines(), 1) if "units: many" in one)
     assert problems["chip.units"].where.startswith(f"{path}:{line}:")
     assert problems["inside.hops_us"].legal == "did you mean hop_us?"
@@ -91,3 +92,82 @@ def test_a_running_device_finds_its_peak() -> None:
     assert peak_flops("NVIDIA GB200") == load("gb200").chip.peak("bfloat16")
     assert peak_flops("NVIDIA GeForce RTX 4090") is None
     assert peak_flops("") is None
+
+
+def changed(path: Path, **values: object) -> Path:
+    """The file of an H200 with other values, by the key's last part; peaks by ``peak_<dtype>``."""
+    lines = (DATA / "h200.yaml").read_text(encoding="utf-8").splitlines()
+    for key, value in values.items():
+        name = key.removeprefix("peak_")
+        lines = [
+            f"{line[: len(line) - len(line.lstrip())]}{name}: {value}" if line.lstrip().startswith(name + ":") else line
+            for line in lines
+        ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("key", sorted(RANGES))
+@pytest.mark.parametrize("value", ["-1", "1e308", ".nan", ".inf", "true", "[]", "'1'"])
+def test_a_number_outside_its_range_is_refused_with_place_and_range(tmp_path: Path, key: str, value: str) -> None:
+    path = changed(tmp_path / "mine.yaml", **{key: value})
+    with pytest.raises(ConfigError) as caught:
+        read_file(path)
+    told = [problem for problem in caught.value.problems if problem.key.rpartition(".")[2] == key]
+    assert told and len(told) == len(caught.value.problems)
+    assert all(problem.legal == str(RANGES[key]) for problem in told)
+    assert all(problem.where.startswith(f"{path}:") and problem.where.count(":") == 2 for problem in told)
+
+
+@pytest.mark.parametrize("key", sorted(key for key, legal in RANGES.items() if legal.low > 0))
+@pytest.mark.parametrize("value", ["0", "1e-308"])
+def test_what_is_divided_by_is_not_almost_nothing(tmp_path: Path, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="is needed"):
+        read_file(changed(tmp_path / "mine.yaml", **{key: value}))
+
+
+def test_shares_are_at_most_one_and_peaks_are_of_known_dtypes(tmp_path: Path) -> None:
+    path = changed(tmp_path / "mine.yaml", reached=1.01, sustained=2, peak_bfloat16=0)
+    path.write_text(path.read_text(encoding="utf-8").replace("    float32:", "    fp32:"), encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8").replace("    float16:", "    fp16:"), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_file(path)
+    assert [problem.key for problem in caught.value.problems] == [
+        "chip.peak_tflops.bfloat16",
+        "chip.peak_tflops.fp16",
+        "chip.peak_tflops.fp32",
+        "chip.peak_tflops",
+        "chip.sustained",
+        "inside.reached",
+        "network.reached",
+    ]
+
+
+@pytest.mark.parametrize(("text", "what"), [("", "is empty"), ("- a\n", "holds a list"), ("7\n", "holds only '7'")])
+def test_a_file_of_something_else_is_told_about_hardware(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{what}; keys are needed, such as `name: my-device`"):
+        load(str(path))
+
+
+def test_a_folder_and_a_file_that_is_not_there_are_told_about_hardware(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").touch()
+    with pytest.raises(ConfigError, match=r"is a folder; name a hardware file in it: other\.yaml"):
+        load(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no such file; hardware files are beside it: other\.yaml"):
+        load(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000, "a\0b"])
+def test_what_can_be_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="no hardware is called"):
+        load(name)
+
+
+def test_a_file_without_a_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = (DATA / "h200.yaml").read_text(encoding="utf-8")
+    path.write_text(text.replace("name: h200", "name: ''", 1), encoding="utf-8")
+    with pytest.raises(ConfigError, match="name: is ''; a string that is not empty is needed"):
+        load(str(path))

@@ -13,6 +13,7 @@ from koushi.plan.command import hardware_of
 from koushi.plan.fixes import WORTH, Advice, advice
 from koushi.plan.layouts import question_of
 from koushi.plan.plan import Plan, plan
+from koushi.plan.search import search
 from koushi.plan.text import advice_text
 from koushi.plan.workload import of_job
 
@@ -100,16 +101,24 @@ def test_where_no_single_change_is_enough_the_best_layout_is_named(tmp_path: Pat
 
 def test_where_nothing_fits_more_devices_are_named(tmp_path: Path) -> None:
     overrides = ["model.name=llama3-70b", "training.recompute=full"]
-    before, found = advised(job_of(tmp_path, *overrides))
+    job = job_of(tmp_path, *overrides)
+    before, found = advised(job)
     assert found.fixes == ()
-    assert found.devices is not None
-    text = advice_text(before, found)
-    assert text.endswith(f"{found.devices} would do: --gpus {found.devices} --dp-shard {found.dp_shard}")
-    job = job_of(tmp_path, *overrides, f"parallelism.world_size={found.devices}", f"--dp-shard={found.dp_shard}")
-    assert plan(of_job(job), hardware_of(job)).fits
+    assert found.wider is not None
+    said, _, flags = advice_text(before, found).partition(": --gpus ")
+    devices, *written = flags.split()
+    assert f"no layout of 8 devices fits; {devices} would do" in said
+    wider = job_of(tmp_path, *overrides, f"parallelism.world_size={devices}", *written)
+    after = plan(of_job(wider), hardware_of(wider))
+    assert after.fits
+    assert after.tight is ("tightly" in said)
+    assert after.time.seconds == pytest.approx(found.wider.seconds)
+    assert after.memory.device == found.wider.memory
+    half = search(question_of(job, int(devices) // 2), of_job(job), hardware_of(job))
+    assert half.best == ()
 
 
 def test_where_nothing_helps_it_says_so(tmp_path: Path) -> None:
-    before, found = advised(job_of(tmp_path, "model.name=llama3-405b", "training.global_batch_size=8"))
+    before, found = advised(job_of(tmp_path, "model.name=llama3-405b", "--dp-shard=1"))
     assert found == Advice(())
-    assert advice_text(before, found) == "no layout of as many devices fits, nor a few times as many"
+    assert advice_text(before, found) == "no layout of 1 device fits, nor of up to 64 times as many"

@@ -47,6 +47,15 @@ def test_a_llama_block_by_hand() -> None:
     assert kept(workload()) == 2 * elements + 4 * floats
 
 
+def test_float32_with_grouped_heads_has_no_fused_kernel() -> None:
+    """Of attention: query, key and value, each as wide as the query, the softmax and the result in place of what
+    flash keeps."""
+    single = replace(workload(), compute="float32")
+    flash = replace(single, model=replace(LLAMA, n_kv_heads=HEADS))
+    scores = HEADS * TOKENS * TOKENS
+    assert kept(single) - kept(flash) == 4 * (scores - TOKENS * HEADS)
+
+
 def test_selective_keeps_matmuls_and_attention() -> None:
     key = 2 * (DIM // HEADS)
     elements = TOKENS * (

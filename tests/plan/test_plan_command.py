@@ -14,8 +14,8 @@ from koushi.check.check import check
 from koushi.cli import main
 from koushi.config.load import load
 from koushi.plan.command import hardware_of
-from koushi.plan.plan import Plan, plan
-from koushi.plan.text import KINDS, short
+from koushi.plan.plan import Plan, error_bars, plan
+from koushi.plan.text import KINDS, memory_range, short
 from koushi.plan.workload import of_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,13 +86,65 @@ def test_what_does_not_fit_ends_with_3_and_says_where(small: str, capsys: pytest
 
 
 def test_wrong_input_ends_with_2(small: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(small, "--gpus", "6") == 2
-    assert "the degrees multiply to 4" in capsys.readouterr().err
+    assert run(small, "--gpus", "6", "--tp", "4") == 2
+    assert "the degrees multiply to 16" in capsys.readouterr().err
     assert run(small, "--hardware", "h1000") == 2
     assert "did you mean h100?" in capsys.readouterr().err
     assert run(small, "--write", "x.yaml") == 2
     assert "--search" in capsys.readouterr().err
     assert run() == 2
+
+
+def test_one_device_is_not_devices(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = ["model.name=llama3-70b", "model.n_layers=80", "data.source=synthetic", "--dp-shard=1"]
+    assert run(small, "--search", *huge) == 3
+    assert "no layout of 1 device fits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("llama3_70b", "64"), ("llama3_70b", "512")])
+def test_degrees_follow_gpus(name: str, gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "examples" / f"{name}.yaml")
+    batch = "training.global_batch_size=512"
+    assert run(path, batch, "--gpus", gpus, "--hardware", "a100-80gb") == 0
+    assert re.search(rf"{gpus} x a100.*\]; dp_shard follows --gpus\n", capsys.readouterr().out)
+    assert run(path, batch, "--gpus", gpus, "--dp-shard=-1") == 0
+    assert "follows" not in capsys.readouterr().out
+
+
+def test_a_tight_fit_is_said_to_be_one(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = (ROOT / "koushi" / "hardware" / "data" / "h100-sxm-80gb.yaml").read_text(encoding="utf-8")
+    needs = planned(Path(small)).memory.device / 2**30
+    for share, said in ((0.95, "fits, tightly: "), (0.85, "fits: "), (1.02, "does not fit: ")):
+        text = re.sub(r"memory_gib: .*", f"memory_gib: {needs / share}", shipped)
+        (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+        assert run(small, "--hardware", str(tmp_path / "mine.yaml")) == (0 if share < 1 else 3)
+        assert capsys.readouterr().out.startswith(f"small: {said}")
+
+
+def test_ranges_are_those_of_published_runs(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small) == 0
+    out = capsys.readouterr().out
+    assert out.count("published run") == 1
+    found = planned(Path(small))
+    low, high = memory_range(found)
+    off = error_bars()[1].p90
+    assert found.memory.device * (1 - off) <= low < found.memory.device < high
+    assert found.memory.parameters + found.memory.optimizer <= low
+    assert re.search(rf"  range +{low / 2**30:.1f}  to {high / 2**30:.1f}\n", out)
+
+
+def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(ROOT / "examples" / "debug.yaml"), "--hardware", "cpu"]
+    assert run(*arguments) == 0
+    out = capsys.readouterr().out
+    assert "no published run stands behind cpu" in out
+    assert "9 in 10" not in out
+    assert "  range" not in out
+    assert "memory in MiB of the fullest rank" in out
+    assert re.search(r"run      50 steps, .*: [\d.]+ seconds, [\d.]+ device-minutes", out)
+    assert run(*arguments, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["step"]["error"], data["memory"]["error"]) == (None, None)
 
 
 def test_hardware_that_nobody_named_is_said_to_be_assumed(small: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +244,10 @@ def test_a_search_where_nothing_fits_ends_with_3(small: str, capsys: pytest.Capt
     huge = ["model.name=llama3-405b", "model.n_layers=126", "data.source=synthetic"]
     assert run(small, "--search", *huge) == 3
     out, err = capsys.readouterr()
-    assert "none fits" in out
+    assert "none fits\nthe nearest\n" in out
+    assert re.search(r"lacks [\d.]+ GiB", out)
+    assert re.search(r"\d+ would do(, tightly)? \([\d.]+ of 79.1 GiB\): --gpus \d+\n", out)
+    assert "not searched: training.compile, precision, layers per stage" in out
     assert err == "small: no layout of 4 devices fits h100-sxm-80gb\n"
 
 
@@ -231,6 +286,7 @@ def test_the_json_keeps_its_names(small: str, capsys: pytest.CaptureFixture[str]
         "devices",
         "layout",
         "fits",
+        "tight",
         "memory",
         "step",
         "submeshes",
@@ -241,8 +297,8 @@ def test_the_json_keeps_its_names(small: str, capsys: pytest.CaptureFixture[str]
     assert list(data["submeshes"][0]) == ["name", "groups", "degree", "ranks", "nodes", "link", "collectives"]
     collective = data["submeshes"][0]["collectives"][0]
     assert list(collective) == ["operation", "phase", "dtype", "bytes", "calls", "seconds", "exposed"]
-    assert list(data["advice"]) == ["changes", "devices_that_fit", "dp_shard_that_fits"]
+    assert list(data["advice"]) == ["changes", "devices_that_fit", "dp_shard_that_fits", "layout_that_fits"]
     assert run(small, "--search", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["version", "legal", "simulated", "best", "front", "too_large"]
-    assert list(found["best"][0]) == ["layout", "seconds", "memory"]
+    assert list(found) == ["version", "legal", "simulated", "chosen", "best", "front", "too_large"]
+    assert list(found["best"][0]) == ["layout", "seconds", "memory", "tight"]

@@ -12,6 +12,7 @@ from koushi.hardware.hardware import Hardware, load
 from koushi.models.llama.sizes import LlamaSize
 from koushi.plan.layouts import Layout, Pipeline, Question, layers_of, layouts, mesh_of, split_of
 from koushi.plan.memory import every_rank
+from koushi.plan.plan import TIGHT
 from koushi.plan.room import moments, per_round, v_moments
 from koushi.plan.schedule import actions
 from koushi.plan.score import Costs, Scored
@@ -103,6 +104,11 @@ def test_nothing_is_lost(world: str) -> None:
         (round(seconds, 9), memory) for seconds, memory in front_of(fitting)
     }
     assert all(one.memory > gib * 2**30 and one.seconds < result.best[0].seconds for one in result.misses)
+    roomy = [one.seconds for one in fitting if one.memory <= TIGHT * gib * 2**30]
+    fastest = min(roomy) if roomy and min(roomy) <= SLOWEST * wanted[0][0] else wanted[0][0]
+    assert result.chosen is not None
+    assert result.chosen.seconds == pytest.approx(fastest)
+    assert {result.is_tight(one) for one in result.misses} <= {False}
 
 
 @worlds
@@ -184,8 +190,21 @@ def schedule_cases() -> Iterator[tuple[str, int, int, int]]:
 def test_what_nothing_fits_into() -> None:
     question, _ = WORLDS["tight"]
     result = search(question, base_of(question), hardware(2.0))
-    assert (result.best, result.front) == ((), ())
+    assert (result.best, result.front, result.chosen) == ((), (), None)
     assert result.legal > 500
+    assert result.misses[0].memory == min(one.memory for one in judged("tight"))
+    assert [one.memory for one in result.misses] == sorted(one.memory for one in result.misses)
+
+
+def test_the_fastest_with_room_is_preferred() -> None:
+    question, _ = WORLDS["roomy"]
+    fastest = search(question, base_of(question), hardware(80.0)).best[0]
+    result = search(question, base_of(question), hardware(fastest.memory / 2**30 / 0.95))
+    assert result.best[0].layout == fastest.layout
+    assert result.is_tight(result.best[0])
+    assert result.chosen is not None
+    assert not result.is_tight(result.chosen)
+    assert result.chosen.seconds > fastest.seconds
 
 
 def test_layers_of_stages_are_divided_as_check_does() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from math import inf, nan
 from pathlib import Path
 
 import pytest
 from browsing import Watched
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from playwright.sync_api import Browser
 
@@ -105,6 +106,7 @@ def test_the_command_writes_into_the_folder_or_elsewhere(folder: Path, tmp_path:
         ("", "has no step yet"),
         ('{"step": 1, "validation_loss": 2.0}\n', "has no step yet"),
         ('not json\n{"step": 1}\n', r"metrics\.jsonl:1: is not a line of JSON"),
+        ('{"step": 1, "loss": 2.0}\n{"step": 2}\n', r"metrics\.jsonl:1: has no samples"),
         ("[1]\n", r"metrics\.jsonl:1: is not a JSON object"),
     ],
 )
@@ -128,6 +130,82 @@ def test_names_from_a_run_cannot_become_markup(folder: Path) -> None:
     )
     text = run_page(read_run(folder))
     assert "<script>alert" not in text and "<b>:" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens_per_second", "fast"), ("step_seconds", nan), ("step", None), ("loss", []), ("samples", 1.5)],
+)
+def test_a_field_of_another_kind_is_told_with_its_line(folder: Path, name: str, value: object) -> None:
+    write(folder / "metrics.jsonl", row(1), row(2) | {name: value}, row(3))
+    with pytest.raises(DataError, match=rf"metrics\.jsonl:2: {name} is "):
+        read_run(folder)
+
+
+def test_a_last_row_without_its_fields_is_unfinished(folder: Path) -> None:
+    write(folder / "metrics.jsonl", row(1), {"step": 2, "loss": 1.0})
+    assert [one["step"] for one in read_run(folder).steps] == [1]
+
+
+def test_bytes_that_are_no_text_are_damage(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_bytes(b'{"step": "\xff"}\n' + json.dumps(row(1)).encode() + b"\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1: is not UTF-8"):
+        read_run(folder)
+
+
+def test_a_loss_that_is_not_finite_is_a_gap(folder: Path) -> None:
+    write(folder / "metrics.jsonl", row(1), row(2, grad_norm=inf), row(3, loss=nan))
+    text = run_page(read_run(folder))
+    assert "not finite" in text and not NO_FIGURE.search(text)
+    found = CliRunner().invoke(commands, ["report", str(folder)])
+    assert found.exit_code == 0 and "loss not finite" in found.output
+
+
+def test_ranks_of_different_numbers_are_damage(folder: Path) -> None:
+    write(folder / "ranks.jsonl", {"waited_seconds": [1.0], "memory_bytes": [1, 2], "coordinates": ["a", "b"]})
+    with pytest.raises(DataError, match=r"ranks\.jsonl:1: .* not of the same ranks"):
+        read_run(folder)
+
+
+NO_FIGURE = re.compile(r"\b(nan|inf)\b", re.IGNORECASE)
+NUMBERS = st.floats() | st.integers() | st.sampled_from([1e30, -1e30, 5e-324, 0, 2**70])
+VALUES = NUMBERS | st.none() | st.booleans() | st.sampled_from(["", "a"])
+VALUES = VALUES | st.lists(NUMBERS, max_size=3) | st.dictionaries(st.sampled_from(["tp", "pp"]), NUMBERS, max_size=2)
+
+
+def damaged(sound: dict[str, object]) -> st.SearchStrategy[dict[str, object]]:
+    """A sound row with up to two fields of any value, and perhaps one that is missing."""
+    names = st.sampled_from(sorted(sound))
+    return st.builds(
+        lambda changed, gone: {key: value for key, value in (sound | changed).items() if key not in gone},
+        st.dictionaries(names, VALUES, max_size=2),
+        st.sets(names, max_size=1),
+    )
+
+
+RANKS: dict[str, object] = {"waited_seconds": [0.5], "memory_bytes": [3], "coordinates": ["tp=0"], "bytes": {"tp": 1}}
+PREDICTED: dict[str, object] = {"hardware": "cpu", "step_seconds": 1.0, "memory_bytes": 4, "bytes": {"tp": 2048}}
+
+
+@given(
+    st.lists(damaged(row(1)) | damaged({"step": 2, "validation_loss": 5.5}), max_size=4),
+    damaged(RANKS),
+    damaged(PREDICTED),
+)
+@settings(deadline=None)
+def test_whatever_the_rows_hold_there_is_a_page_or_a_reason(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[object], ranks: object, predicted: object
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "any_run"
+    folder.mkdir(exist_ok=True)
+    for name, written in (("metrics.jsonl", rows), ("ranks.jsonl", [ranks]), ("predicted.json", [predicted])):
+        write(folder / name, *written)
+    try:
+        run = read_run(folder)
+    except DataError as error:
+        assert str(folder) in str(error)
+    else:
+        assert not NO_FIGURE.search(run_page(run))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000))

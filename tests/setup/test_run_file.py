@@ -14,9 +14,13 @@ from koushi.check.check import check
 from koushi.check.explain import sources
 from koushi.config.describe import keys
 from koushi.config.load import load
-from koushi.errors import ConfigError
+from koushi.errors import ConfigError, WrongTarget
 from koushi.mesh import MeshSpec
 from koushi.models.llama.sizes import PRESETS, LlamaSize
+from koushi.plan.command import hardware_of
+from koushi.plan.plan import plan
+from koushi.plan.text import verdict
+from koushi.plan.workload import of_job
 from koushi.setup.run_file import WIDEST, init
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +36,10 @@ def test_it_is_legal_for_every_preset(model: str, devices: int | None, tmp_path:
     assert job.mesh.world_size == (devices or job.mesh.world_size)
     assert said.startswith(f"wrote {path}: {model}, ")
     assert str(job.mesh) in said
+    assert f"koushi plan {path}" in said.partition("next: ")[2]
+    found = plan(of_job(job), hardware_of(job))
+    unfit = f"on h100-sxm-80gb, if that is meant, it {verdict(found)}\n"
+    assert (unfit in said) is (not found.fits or found.tight)
     if model != "llama3-debug":
         assert job.config.precision.compute == "bfloat16"
         assert job.config.checkpoint.every > 0
@@ -100,19 +108,19 @@ def test_a_file_is_never_written_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("none/run.yaml", "there is no such folder; make the folder"), ("file/run.yaml", "cannot be written: Not a dir"),
-     ("a\0b", "cannot be written: embedded null"), ("x" * 300, "cannot be written: File name too long")],
+    [("none/run.yaml", "there is no folder"), ("file/run.yaml", "is not a folder"),
+     ("a\0b", "embedded null"), ("x" * 300, "File name too long")],
 )  # fmt: skip
 def test_places_where_no_file_can_be(name: str, what: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=what):
+    with pytest.raises(WrongTarget, match=what):
         init(tmp_path / name, "llama3-debug", None)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_is_not_ours(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+    with pytest.raises(WrongTarget, match="is read-only"):
         init(tmp_path / "run.yaml", "llama3-debug", None)
 
 

@@ -6,9 +6,9 @@ import webbrowser
 from pathlib import Path
 
 from koushi.config.load import RunFile
-from koushi.errors import KoushiError
 from koushi.hardware.hardware import load
 from koushi.job import Job
+from koushi.output import PAGE, check_target, write_text
 from koushi.report.page.assemble import assemble
 from koushi.report.page.data import page_data
 from koushi.units import bytes_text
@@ -19,17 +19,10 @@ ASSUMED = "h100-sxm-80gb"
 
 def write_page(run_file: RunFile, job: Job, hardware: str | None, path: Path, show: bool) -> str:
     """Write the page of ``job`` to ``path``; a sentence on what was written. Raises KoushiError."""
+    check_target(path, PAGE, run_file.path)
     name = hardware or job.config.run.hardware or ASSUMED
     text = assemble(job.name, page_data(run_file, job, load(name)))
-    write_text(path, text)
+    write_text(path, text, PAGE, run_file.path)
     if show:
         webbrowser.open(path.resolve().as_uri())
     return f"wrote {path} ({bytes_text(len(text.encode()))}), planned for {name}"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Raises KoushiError where ``path`` cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KoushiError(f"cannot write {path}: {error.strerror}; --html FILE says where the page goes") from None

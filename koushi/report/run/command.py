@@ -5,9 +5,9 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-from koushi.report.page.command import write_text
+from koushi.output import PAGE, write_text
 from koushi.report.run.measured import read_run
-from koushi.report.run.page import run_page
+from koushi.report.run.page import loss_text, run_page
 from koushi.units import seconds_text
 
 
@@ -18,11 +18,11 @@ def report(folder: Path, html: Path | None, show: bool) -> str:
     """
     run = read_run(folder)
     path = html or folder / "report.html"
-    write_text(path, run_page(run))
+    write_text(path, run_page(run), PAGE)
     if show:
         webbrowser.open(path.resolve().as_uri())
     last = run.steps[-1]
     return (
-        f"{run.name}: step {last['step']}, loss {last['loss']:.4f}, {seconds_text(run.step_seconds)} a step, "
+        f"{run.name}: step {last['step']}, loss {loss_text(last)}, {seconds_text(run.step_seconds)} a step, "
         f"{run.rate:,.0f} tokens/s; wrote {path}"
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from koushi.errors import DataError
+from koushi.report.run.rows import Line, MissingField, read_lines
 
 Row = Mapping[str, Any]
 
@@ -20,7 +20,7 @@ class Measured:
 
     name: str
     steps: tuple[Row, ...]
-    """Rows of ``metrics.jsonl`` with a loss, in order of steps."""
+    """Rows of ``metrics.jsonl`` with a loss, in order of steps; a figure that was NaN or infinite is None."""
     validations: tuple[Row, ...]
     ranks: Row | None
     """The last row of ``ranks.jsonl``: figures of every rank, by rank."""
@@ -43,35 +43,67 @@ def read_run(folder: Path) -> Measured:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise DataError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/debug")
-    rows = _rows(path)
-    steps = tuple(sorted((row for row in rows if "loss" in row), key=lambda row: row["step"]))
+    lines = read_lines(path)
+    steps = sorted(_whole(lines, "loss", _step), key=lambda row: row["step"])
     if not steps:
         raise DataError(f"{path} has no step yet; a run writes one every metrics.every steps")
-    ranks = _rows(folder / "ranks.jsonl")
-    predicted = _rows(folder / "predicted.json")
+    ranks = _whole(read_lines(folder / "ranks.jsonl"), "", _ranks)
+    predicted = _whole(read_lines(folder / "predicted.json"), "", _predicted)
     return Measured(
         name=folder.resolve().name,
-        steps=steps,
-        validations=tuple(row for row in rows if "validation_loss" in row),
+        steps=tuple(steps),
+        validations=tuple(_whole(lines, "validation_loss", _validation)),
         ranks=ranks[-1] if ranks else None,
         predicted=predicted[-1] if predicted else None,
     )
 
 
-def _rows(path: Path) -> list[Row]:
-    """The JSON objects of a file, one a line; a last line that a killed process left unfinished is no row."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found: list[Row] = []
-    for number, line in enumerate(lines, 1):
+def _whole(lines: Sequence[Line], having: str, read: Callable[[Line], Row]) -> list[Row]:
+    """Rows with the field ``having``; a last line that lacks fields is of a run that was killed, and is no row."""
+    found = []
+    for index, line in enumerate(lines):
+        if having and having not in line:
+            continue
         try:
-            row = json.loads(line)
-        except ValueError:
-            if number == len(lines):
-                break
-            raise DataError(f"{path}:{number}: is not a line of JSON; the file was changed or damaged") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: is not a JSON object; the file was changed or damaged")
-        found.append(row)
+            found.append(read(line))
+        except MissingField:
+            if index < len(lines) - 1:
+                raise
     return found
+
+
+def _step(line: Line) -> Row:
+    amounts = ("tokens_per_second", "step_seconds", "elapsed_seconds")
+    gaps = ("loss", "grad_norm", "lr")
+    return {
+        "step": line.count_of("step"),
+        "samples": line.count_of("samples"),
+        **{name: line.number_of(name) for name in amounts},
+        **{name: line.gap_or_number(name) for name in gaps},
+        **{name: line.gap_or_number(name) if name in line else None for name in ("memory_bytes", "mfu")},
+    }
+
+
+def _validation(line: Line) -> Row:
+    return {"step": line.count_of("step"), "validation_loss": line.gap_or_number("validation_loss")}
+
+
+def _ranks(line: Line) -> Row:
+    found = {
+        "waited_seconds": line.numbers_of("waited_seconds"),
+        "memory_bytes": line.numbers_of("memory_bytes"),
+        "coordinates": line.texts_of("coordinates"),
+        "bytes": line.bytes_of("bytes"),
+    }
+    if not len(found["waited_seconds"]) == len(found["memory_bytes"]) == len(found["coordinates"]):
+        line.damaged("waited_seconds, memory_bytes and coordinates are not of the same ranks")
+    return found
+
+
+def _predicted(line: Line) -> Row:
+    return {
+        "hardware": line.text_of("hardware"),
+        "step_seconds": line.number_of("step_seconds"),
+        "memory_bytes": line.number_of("memory_bytes"),
+        "bytes": line.bytes_of("bytes"),
+    }

@@ -34,11 +34,16 @@ def said(english: str, japanese: str) -> str:
     return f'<span lang="en">{escape(english)}</span><span lang="ja">{escape(japanese)}</span>'
 
 
+def loss_text(row: Row) -> str:
+    """The row's loss; words where it is no finite number."""
+    return "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+
+
 def _figures(run: Measured) -> str:
     last = run.steps[-1]
     found = [
         (f"{last['step']:,}", said("steps", "ステップ")),
-        (f"{last['loss']:.4f}", said("last loss", "最後の損失")),
+        (loss_text(last), said("last loss", "最後の損失")),
         (f"{run.rate:,.0f}", said("tokens/s", "トークン/秒")),
         (seconds_text(run.step_seconds), said("a step (median)", "1 ステップの中央値")),
         (seconds_text(last["elapsed_seconds"]), said("in all", "全体")),
@@ -115,7 +120,7 @@ def _compared(name: str, predicted: float, measured: float | None, text: Callabl
     if measured is None:
         found, ratio = said("not measured: debug.audit was off", "未計測。debug.audit が off"), ""
     else:
-        found, ratio = text(measured), f"{measured / predicted:.2f}" if predicted else ""
+        found, ratio = text(measured), f"{measured / predicted:.2f}" if predicted > 1e-30 else ""
     numbers = "".join(f'<td class="n">{one}</td>' for one in (text(predicted), found, ratio))
     return f"<tr><td>{name}</td>{numbers}</tr>"
 

@@ -76,7 +76,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def round_ticks(low: float, high: float) -> list[float]:
     """Three to seven round numbers from at or below ``low`` to at or above ``high``."""
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-30):  # too close for numbers between them
-        pad = abs(low) * 0.1 or 1.0
+        pad = abs(low) * 0.1 if abs(low) > 1e-100 else 1.0
         low, high = low - pad, high + pad
     rough = (high - low) / 4
     power = 10.0 ** floor(log10(rough))
