@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from koushi.hardware.hardware import Hardware, load, names
 
 
-def hardware_of(device_name: str) -> Hardware | None:
+@cache
+def of_device(device_name: str) -> Hardware | None:
     """The shipped hardware whose part torch calls ``device_name``; None where no file knows it."""
     if not device_name:
         return None
@@ -24,5 +27,5 @@ def peak_flops(device_name: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0
     """
-    hardware = hardware_of(device_name)
+    hardware = of_device(device_name)
     return None if hardware is None else hardware.chip.peak("bfloat16")

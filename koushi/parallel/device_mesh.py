@@ -77,6 +77,11 @@ def local_device(device_type: str) -> torch.device:
     return torch.device("cpu")
 
 
+def device_name(device: torch.device) -> str:
+    """What torch calls the part; empty for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def resolve_device(choice: str) -> str:
     """``auto`` is cuda where there is a GPU, else cpu; raises TrainingError for cuda without one."""
     available = torch.cuda.is_available()

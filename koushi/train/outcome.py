@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from koushi.hardware.hardware import Hardware, load
-from koushi.hardware.peaks import hardware_of
+from koushi.hardware.peaks import of_device
 from koushi.job import Job
 from koushi.parallel import arrivals
-from koushi.plan.communication import traffic
+from koushi.parallel.device_mesh import device_name
 from koushi.plan.plan import plan
 from koushi.plan.workload import of_job
 from koushi.traffic import Traffic
+from koushi.train.audit import planned
 from koushi.train.metrics import peak_memory, unwritable
 from koushi.units import bytes_text, seconds_text
 
@@ -27,11 +28,11 @@ EVERY = 50
 """Steps between two rows of every rank's figures; the last step has one too."""
 
 
-def assumed_hardware(job: Job, device_name: str) -> Hardware | None:
-    """What the run file names; else what the device is, ``cpu`` where ``device_name`` is empty."""
+def assumed_hardware(job: Job, part: str) -> Hardware | None:
+    """What the run file names; else what the device is, ``cpu`` where the name of its ``part`` is empty."""
     if job.config.run.hardware is not None:
         return load(job.config.run.hardware)
-    return hardware_of(device_name) if device_name else load("cpu")
+    return of_device(part) if part else load("cpu")
 
 
 def predicted(job: Job, hardware: Hardware, crowding: float = 1.0) -> dict[str, Any]:
@@ -39,12 +40,12 @@ def predicted(job: Job, hardware: Hardware, crowding: float = 1.0) -> dict[str, 
 
     ``crowding``: how many ranks share what the plan takes for one device.
     """
-    planned = plan(of_job(job), hardware)
+    found = plan(of_job(job), hardware)
     return {
         "hardware": hardware.name,
-        "step_seconds": planned.time.seconds * crowding,
-        "memory_bytes": planned.memory.reserved,
-        "bytes": sent_bytes(job, traffic(of_job(job), 0)),
+        "step_seconds": found.time.seconds * crowding,
+        "memory_bytes": found.memory.reserved,
+        "bytes": sent_bytes(job, planned(job, 0)),
     }
 
 
@@ -77,25 +78,21 @@ def write_line(path: Path, row: dict[str, Any], mode: Literal["a", "w"]) -> None
 class Outcome:
     """Gathers every rank's figures now and then; rank 0 keeps them beside what was predicted."""
 
-    def __init__(self, job: Job, device: torch.device, folder: Path, device_name: str, before: int):
-        """``before``: the process's memory before the model was built, which on a CPU is Python's and torch's own."""
+    def __init__(self, job: Job, device: torch.device, folder: Path, before: int, step: int):
+        """``before``: the process's memory before the model was built, which on a CPU is Python's and torch's own.
+        ``step``: how many steps were done before."""
         self._job = job
         self._device = device
         self._folder = folder
         self._before = 0 if device.type == "cuda" else before
         self._what = "reserved" if device.type == "cuda" else "resident, with what Python and gloo took meanwhile"
-        self._waited, self._step = 0.0, 0
+        self._waited, self._step = arrivals.waited_seconds(), step
         self._seconds: list[float] = []
         self._sent: dict[str, float] = {}
         self._predicted: dict[str, Any] | None = None
-        hardware = assumed_hardware(job, device_name)
-        if dist.get_rank() == 0 and hardware is not None:
+        if dist.get_rank() == 0 and (hardware := assumed_hardware(job, device_name(device))) is not None:
             self._predicted = predicted(job, hardware, crowding(device))
             write_line(folder / "predicted.json", self._predicted, "w")
-
-    def begin(self, step: int) -> None:
-        """Training goes on from ``step`` steps."""
-        self._step, self._waited = step, arrivals.waited_seconds()
 
     def executed(self, sent: Traffic) -> None:
         """What this rank sent in a step that was audited."""

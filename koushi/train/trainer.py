@@ -19,7 +19,7 @@ from koushi.models.llama.flops import training_flops_per_token
 from koushi.optim.adamw import AdamW
 from koushi.parallel import arrivals
 from koushi.parallel.compose import build
-from koushi.parallel.device_mesh import build_mesh, init_process_group, local_device, resolve_device
+from koushi.parallel.device_mesh import build_mesh, device_name, init_process_group, local_device, resolve_device
 from koushi.parallel.ledger import Recorder
 from koushi.train.audit import outcome
 from koushi.train.checkpoints import Checkpoints, Start
@@ -67,13 +67,12 @@ class Trainer:
             self.start = self.checkpoints.resume()
         self.pace = Pace()
         self.sinks: list[Sink] = []
+        self._peak: float | None = None
         if self.rank == 0:
             self.pace = Pace(self.start.step, forget_after(place.folder / "metrics.jsonl", self.start.step))
             self.sinks = self._sinks(place.folder)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak = peak_flops(name)
-        self._outcome = Outcome(job, device, place.folder, name, before)
-        self._outcome.begin(self.start.step)
+            self._peak = peak_flops(device_name(device))
+        self._outcome = Outcome(job, device, place.folder, before, self.start.step)
 
     def run(self) -> None:
         """Train to ``training.steps``.
