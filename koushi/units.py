@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def bytes_text(count: float) -> str:
     """1536 becomes ``1.50 KiB``."""
@@ -16,6 +18,12 @@ def counted(count: int, noun: str) -> str:
     """``1 step``, ``2 steps``, ``3 microbatches``."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
     return f"{count} {noun}{ending}"
+
+
+def cut_short(numbers: Sequence[int], most: int) -> str:
+    """The first ``most`` numbers, and of more the last one as well: ``0 8 16 24 ... 504``."""
+    shown = " ".join(map(str, numbers[:most]))
+    return f"{shown} ... {numbers[-1]}" if len(numbers) > most else shown
 
 
 def count_text(count: float) -> str:

@@ -6,7 +6,7 @@ from math import prod
 
 from koushi.job import Job
 from koushi.models.llama.layout import parameters
-from koushi.units import count_text
+from koushi.units import count_text, cut_short
 
 _SHOWN = 8
 
@@ -31,9 +31,9 @@ def _model(job: Job) -> list[str]:
 def _mesh(job: Job) -> list[str]:
     lines = [f"mesh     {job.mesh}, {job.mesh.world_size} devices; the groups of rank 0:"]
     for name, degree in zip(job.mesh.names, job.mesh.shape, strict=True):
-        lines.append(f"           {name:<13}{degree:>6}   {_ranks(job.mesh.group(0, name))}")
+        lines.append(f"           {name:<13}{degree:>6}   {cut_short(job.mesh.group(0, name), _SHOWN)}")
     folded = job.mesh.group(0, "dp_replicate", "dp_shard")
-    lines.append(f"           {'both dp':<13}{len(folded):>6}   {_ranks(folded)}")
+    lines.append(f"           {'both dp':<13}{len(folded):>6}   {cut_short(folded, _SHOWN)}")
     return lines
 
 
@@ -70,8 +70,3 @@ def _span(stage: range) -> str:
     if not stage:
         return "none"
     return f"{stage[0]}-{stage[-1]}" if len(stage) > 1 else f"{stage[0]}"
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    shown = " ".join(str(rank) for rank in ranks[:_SHOWN])
-    return f"{shown} ... {ranks[-1]}" if len(ranks) > _SHOWN else shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,11 +13,10 @@ from typing import Any
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from koushi.config.source import plain, read, read_text, root_of, scalar
+from koushi.config.source import plain, read, read_text, root_of
+from koushi.config.write import value_text
 from koushi.errors import ConfigError, Problem
 from koushi.output import check_folder, written_beside
-
-_SIMPLE = re.compile(r"[A-Za-z0-9_./~-]+")
 
 
 def write_edited(source: Path, target: Path, values: Mapping[str, object]) -> None:
@@ -75,7 +73,8 @@ class _ByHand(Exception):
     """A value that stands in a way that cannot be changed without touching what is around it."""
 
     def __init__(self, key: str, what: str, value: object):
-        self.key, self.what, self.legal = key, what, f"write {key.rpartition('.')[2]}: {shown(value)} there by hand"
+        self.key, self.what = key, what
+        self.legal = f"write {key.rpartition('.')[2]}: {value_text(value)} there by hand"
 
 
 def edited(text: str, values: Mapping[str, object]) -> str:
@@ -132,7 +131,7 @@ def _with_value(text: str, path: list[str], value: object) -> str:
 
 def _replaced(text: str, node: Node, value: object) -> str:
     start, end = node.start_mark.index, _end(node)
-    new = shown(value)
+    new = value_text(value)
     if start == end:  # an empty value stands where the next token begins, or at the end of its own key
         colon = text.rindex(":", 0, start) + 1
         return f"{text[:colon]} {new}{text[colon:]}"
@@ -152,12 +151,12 @@ def _inserted(text: str, section: MappingNode, name: str, value: object) -> str:
         before = text[:brace].rstrip()
         comma = "" if before.endswith(("{", ",")) else ","
         space = "" if before.endswith("{") else " "
-        return f"{before}{comma}{space}{name}: {shown(value)}{text[brace:]}"
+        return f"{before}{comma}{space}{name}: {value_text(value)}{text[brace:]}"
     column = section.start_mark.column
     if isinstance(value, dict):
-        lines = [f"{name}:", *(f"  {key}: {shown(one)}" for key, one in value.items())]
+        lines = [f"{name}:", *(f"  {key}: {value_text(one)}" for key, one in value.items())]
     else:
-        lines = [f"{name}: {shown(value)}"]
+        lines = [f"{name}: {value_text(value)}"]
     newline = "\r\n" if "\r\n" in text else "\n"
     block = "".join(" " * column + line + newline for line in lines)
     at_the_top = column == 0
@@ -176,21 +175,6 @@ def _end(node: Node) -> int:
         last = node.value[-1]
         return _end(last[1] if isinstance(node, MappingNode) else last)
     return int(node.end_mark.index)
-
-
-def shown(value: object) -> str:
-    """As YAML on one line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {shown(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(shown(one) for one in value) + "]"
-    if isinstance(value, str):
-        return value if _SIMPLE.fullmatch(value) and scalar(value) == value else json.dumps(value, ensure_ascii=False)
-    return repr(value)
 
 
 def _prove(written: Path, source: Path, values: Mapping[str, object]) -> None:

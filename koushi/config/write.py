@@ -32,7 +32,9 @@ def resolved_text(config: JobConfig, notes: Mapping[str, str] | None = None) -> 
 
 def value_text(value: object) -> str:
     """A value as a run file writes it: ``null``, ``true``, ``1e-05``, ``1F1B``, ``"a: b"``, ``[1, 2]``."""
-    if isinstance(value, tuple):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {value_text(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(value_text(one) for one in value) + "]"
     if isinstance(value, str) and not (_PLAIN.fullmatch(value) and scalar(value) == value):
         quoted = json.dumps(value, ensure_ascii=False)

@@ -9,10 +9,10 @@ from koushi.dryrun.trace import RankTrace
 from koushi.dryrun.world import DeviceKind
 from koushi.hardware.hardware import load
 from koushi.job import Job
-from koushi.plan.communication import traffic
 from koushi.plan.memory import memory
 from koushi.plan.workload import of_job
 from koushi.traffic import differences
+from koushi.train.audit import planned
 from koushi.units import bytes_text
 
 ALLOWED = 0.02
@@ -32,9 +32,7 @@ def agreement_text(found: Sequence[str]) -> str:
 
 
 def _traffic(job: Job, trace: RankTrace) -> Iterator[str]:
-    coordinate = job.mesh.coordinate(trace.rank)
-    planned = traffic(of_job(job), coordinate["pp"], coordinate["dp_shard"])
-    yield from (f"rank {trace.rank}: {text}" for text in differences(planned, trace.traffic))
+    yield from (f"rank {trace.rank}: {text}" for text in differences(planned(job, trace.rank), trace.traffic))
 
 
 def _memory(job: Job, kind: DeviceKind, trace: RankTrace) -> Iterator[str]:
@@ -42,12 +40,12 @@ def _memory(job: Job, kind: DeviceKind, trace: RankTrace) -> Iterator[str]:
     if any(index for name, index in job.mesh.coordinate(trace.rank).items() if name != "pp"):
         return
     pp = job.mesh.coordinate(trace.rank)["pp"]
-    planned = memory(of_job(job), pp, load("cpu") if kind == "cpu" else None)
-    if abs(planned.active - trace.peak.bytes) <= ALLOWED * trace.peak.bytes:
+    expected = memory(of_job(job), pp, load("cpu") if kind == "cpu" else None)
+    if abs(expected.active - trace.peak.bytes) <= ALLOWED * trace.peak.bytes:
         return
-    both = [(name, getattr(planned, name.replace(" ", "_")), trace.peak.kinds.get(name, 0)) for name in KINDS]
+    both = [(name, getattr(expected, name.replace(" ", "_")), trace.peak.kinds.get(name, 0)) for name in KINDS]
     parts = ", ".join(
-        f"{name} {bytes_text(expected)} and {bytes_text(found)}" for name, expected, found in both if expected != found
+        f"{name} {bytes_text(before)} and {bytes_text(found)}" for name, before, found in both if before != found
     )
-    totals = f"planned {bytes_text(planned.active)}, ran {bytes_text(trace.peak.bytes)}"
+    totals = f"planned {bytes_text(expected.active)}, ran {bytes_text(trace.peak.bytes)}"
     yield f"rank {trace.rank}: peak memory {totals}: {parts}"

@@ -22,7 +22,7 @@ from koushi.dryrun.report import as_json, text
 from koushi.dryrun.trace import RankTrace
 from koushi.dryrun.world import DeviceKind
 from koushi.errors import AuditFailed
-from koushi.hardware.hardware import Hardware
+from koushi.hardware.hardware import ASSUMED, Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.output import check_target
@@ -30,7 +30,7 @@ from koushi.plan.edges import seconds_of
 from koushi.train.command import started_world
 from koushi.units import counted
 
-DEFAULT_HARDWARE: Mapping[DeviceKind, str] = {"cuda": "h100-sxm-80gb", "cpu": "cpu"}
+DEFAULT_HARDWARE: Mapping[DeviceKind, str] = {"cuda": ASSUMED, "cpu": "cpu"}
 
 
 @dataclass(frozen=True)

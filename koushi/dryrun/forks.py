@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
@@ -15,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from koushi.errors import RankFailure
+from koushi.train.launch import garbage_frozen
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -29,7 +28,7 @@ def in_forks(work: Callable[[Item], Result], items: Sequence[Item], at_once: int
     results: dict[int, Result] = {}
     running: dict[Connection, tuple[int, BaseProcess]] = {}
     waiting = list(enumerate(items))
-    with _ready_to_fork():
+    with garbage_frozen():
         try:
             while waiting or running:
                 while waiting and len(running) < most:
@@ -79,14 +78,3 @@ def _child(work: Callable[[Item], Result], item: Item, end: Connection) -> None:
     end.send(message)
     end.close()
     os._exit(0)
-
-
-@contextmanager
-def _ready_to_fork() -> Iterator[None]:
-    """Children share this process's memory as long as nothing is collected or counted in it."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

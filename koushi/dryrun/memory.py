@@ -77,8 +77,6 @@ class MemoryLog(Observer):
         self.blocks: list[Block] = []
         self.changes: list[tuple[int, int]] = []
         """Block and the bytes it grew by."""
-        self.marks: list[tuple[int, Place]] = []
-        """Length of ``changes`` at the start of what the caller wanted to tell apart."""
         self._live: dict[int, tuple[int, int]] = {}
         """Block and size by the address of the storage."""
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -129,6 +129,10 @@ class Hardware:
         return dataclasses.replace(self, network=dataclasses.replace(self.network, gb_s=gb_s))
 
 
+ASSUMED = "h100-sxm-80gb"
+"""Where nobody names hardware."""
+
+
 def load(name_or_path: str) -> Hardware:
     """The shipped hardware of that name or alias, or that of the user's file.
 

@@ -25,7 +25,7 @@ from koushi.config.edit import check_edit_target, write_edited
 from koushi.config.load import RunFile, load
 from koushi.config.overrides import parse
 from koushi.errors import ConfigError, DoesNotFit, Problem
-from koushi.hardware.hardware import Hardware
+from koushi.hardware.hardware import ASSUMED, Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.plan.as_json import plan_json, search_json
@@ -38,7 +38,6 @@ from koushi.plan.text import advice_text, plan_text, verdict
 from koushi.plan.workload import of_job
 from koushi.units import counted
 
-DEFAULT = "h100-sxm-80gb"
 HARDWARE = "run.hardware"
 
 
@@ -131,7 +130,7 @@ def _following(path: Path, overrides: Sequence[str], gpus: int | None) -> list[s
 
 def hardware_of(job: Job) -> Hardware:
     """What the job names, or the default."""
-    return load_hardware(job.config.run.hardware or DEFAULT)
+    return load_hardware(job.config.run.hardware or ASSUMED)
 
 
 def _as_it_stands(run_file: RunFile) -> Job | None:

@@ -39,18 +39,11 @@ class Situation(NamedTuple):
     """Microbatches of all stages that are kept for backward."""
 
 
-def situations(
-    schedule: str, pp: int, n_stages: int, microbatches: int, most_sent: int, kinds: tuple[int, ...]
-) -> tuple[tuple[Situation, ...], ...]:
-    """Of every pipeline coordinate, those of a step that no other outdoes."""
-    return tuple(situations_of_rank(schedule, pp, n_stages, microbatches, rank, most_sent, kinds) for rank in range(pp))
-
-
 @lru_cache(maxsize=16384)
 def situations_of_rank(
     schedule: str, pp: int, n_stages: int, microbatches: int, coordinate: int, most_sent: int, kinds: tuple[int, ...]
 ) -> tuple[Situation, ...]:
-    """Of the rank at ``coordinate``.
+    """Of the rank at ``coordinate``, those of a step that no other outdoes.
 
     ``kinds``: a number for every stage, the same for stages that are alike. What a stage has sent is counted up to
     ``most_sent``.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from koushi.config.overrides import SHORT
+from koushi.config.write import value_text
 from koushi.hardware.hardware import Hardware
 from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
@@ -13,7 +14,7 @@ from koushi.plan.fixes import MOST_TIMES, Advice, Wider
 from koushi.plan.memory import Memory
 from koushi.plan.plan import Plan, SubmeshUse, error_bars, is_published, is_tight
 from koushi.traffic import Phase
-from koushi.units import bytes_text, count_text, counted
+from koushi.units import bytes_text, count_text, counted, cut_short
 
 _BAR = 30
 _SHOWN = 4
@@ -166,7 +167,7 @@ def _communication(plan: Plan) -> list[str]:
     for use in plan.submeshes:
         nodes = "inside a node" if use.nodes == 1 else f"over {use.nodes} nodes"
         groups = f"{use.groups:,} {'group' if use.groups == 1 else 'groups'} of {use.degree}"
-        lines.append(f"  {use.name:<14}{groups}, {nodes} by {use.link}; ranks {_ranks(use.ranks)}")
+        lines.append(f"  {use.name:<14}{groups}, {nodes} by {use.link}; ranks {cut_short(use.ranks, _SHOWN)}")
         lines += [_row(row) for row in rows_of(use)]
     if not plan.submeshes:
         lines = ["communication: none, there is one device"]
@@ -240,7 +241,7 @@ _FLAGS = {key: flag for flag, key in SHORT.items()}
 
 
 def _argument(key: str, value: object) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = value_text(value)
     return f"{_FLAGS[key]} {text}" if key in _FLAGS else f"{key}={text}"
 
 
@@ -262,13 +263,8 @@ def _place(plan: Plan, pp: int, ranks: bool = True) -> str:
         return ""
     first, last = plan.ranks(pp)
     stages = plan.stages(pp)
-    held = f"stage {stages[0]}" if len(stages) == 1 else f"stages {_ranks(stages)}"
+    held = f"stage {stages[0]}" if len(stages) == 1 else f"stages {cut_short(stages, _SHOWN)}"
     return f" (pp={pp}: {held}; ranks {first}-{last})" if ranks else f" (pp={pp})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = " ".join(str(rank) for rank in ranks[:_SHOWN])
-    return f"{shown} ... {ranks[-1]}" if len(ranks) > _SHOWN else shown
 
 
 def gib(size: float) -> str:

@@ -161,7 +161,7 @@ def _start_world(worker: Worker, job: Job, max_restarts: int) -> None:
         stack.enter_context(_signals_restored())
         stack.enter_context(_elastic_quiet())
         stack.enter_context(_no_orphans())
-        stack.enter_context(_garbage_frozen())
+        stack.enter_context(garbage_frozen())
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
         _raise_file_limit(world)
@@ -326,7 +326,7 @@ def _no_orphans() -> Iterator[None]:
 
 
 @contextmanager
-def _garbage_frozen() -> Iterator[None]:
+def garbage_frozen() -> Iterator[None]:
     """Keep forked ranks from collecting what this process left: ending a process group whose threads fork did
     not copy crashes or hangs. It also keeps their memory shared."""
     gc.collect()

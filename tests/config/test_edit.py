@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from koushi.config.edit import edited, shown, write_edited
+from koushi.config.edit import edited, write_edited
 from koushi.config.load import load_config
 from koushi.config.source import plain, read
+from koushi.config.write import value_text
 from koushi.errors import ConfigError, WrongTarget
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +94,7 @@ def test_none_for_a_key_that_is_not_there_changes_nothing() -> None:
     ],
 )
 def test_values_read_as_they_were_meant(tmp_path: Path, value: object, text: str) -> None:
-    assert shown(value) == text
+    assert value_text(value) == text
     assert reread(tmp_path, f"key: {text}\n") == {"key": value}
 
 

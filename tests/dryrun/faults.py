@@ -9,16 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from seeded import Patch, averaged
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from koushi.parallel import compose, data, gradients, tensor
 from koushi.train.step import TrainStep
-
-Patch = pytest.MonkeyPatch
 
 
 def _before_step(patch: Patch, work: Callable[[compose.ParallelModel], None]) -> None:
@@ -76,20 +73,6 @@ def microbatch_loss_over_tp(patch: Patch) -> None:
         return loss + total - total
 
     patch.setattr(compose.GlobalLoss, "__call__", call)
-
-
-def averaged(patch: Patch) -> None:
-    """Gradients are averaged over data parallel, although the loss is divided already."""
-    original = data.apply
-
-    def apply(module: Any, submesh: Any, *rest: Any) -> Any:
-        applied = original(module, submesh, *rest)
-        for sharded in applied.modules():
-            if isinstance(sharded, FSDPModule):
-                sharded.set_gradient_divide_factor(float(submesh.size()))
-        return applied
-
-    patch.setattr(data, "apply", apply)
 
 
 def reduced_again(name: str) -> Callable[[Patch], None]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from parity_cases import Case, batch, case, schedule, tied
 from parity_run import STEPS, TOLERANCES, References, chunks, differing, failures, in_words, precision, run
-from torch.distributed.fsdp import FSDPModule
+from seeded import Patch, averaged
 
 from koushi.data.batches import train_batch
 from koushi.loss import valid_tokens
@@ -24,22 +24,6 @@ from koushi.optim.initial import draw
 from koushi.parallel import compose, data, gradients, shards
 from koushi.train.step import TrainStep
 from koushi.verify import record
-
-Patch = pytest.MonkeyPatch
-
-
-def averaged(patch: Patch) -> None:
-    """Gradients are averaged over data parallel, although the loss is divided already."""
-    original = data.apply
-
-    def apply(module: Any, submesh: Any, *rest: Any) -> Any:
-        applied = original(module, submesh, *rest)
-        for sharded in applied.modules():
-            if isinstance(sharded, FSDPModule):
-                sharded.set_gradient_divide_factor(float(submesh.size()))
-        return applied
-
-    patch.setattr(data, "apply", apply)
 
 
 def partial_norms(patch: Patch) -> None:

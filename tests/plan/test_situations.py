@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from koushi.plan.schedule import actions, in_flight
-from koushi.plan.situations import FORWARDS, HALVES, SENT, WHOLE, situations
+from koushi.plan.situations import FORWARDS, HALVES, SENT, WHOLE, Situation, situations_of_rank
 
 CASES = [
     ("GPipe", 4, 4, 6),
@@ -16,6 +16,13 @@ CASES = [
     ("ZBVZeroBubble", 3, 6, 7),
     ("DualPipeV", 2, 4, 6),
 ]
+
+
+def situations(
+    schedule: str, pp: int, n_stages: int, microbatches: int, most_sent: int, kinds: tuple[int, ...]
+) -> tuple[tuple[Situation, ...], ...]:
+    """Of every pipeline coordinate."""
+    return tuple(situations_of_rank(schedule, pp, n_stages, microbatches, rank, most_sent, kinds) for rank in range(pp))
 
 
 @pytest.mark.parametrize(("schedule", "pp", "n_stages", "microbatches"), CASES)

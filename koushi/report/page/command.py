@@ -6,15 +6,12 @@ import webbrowser
 from pathlib import Path
 
 from koushi.config.load import RunFile
-from koushi.hardware.hardware import load
+from koushi.hardware.hardware import ASSUMED, load
 from koushi.job import Job
 from koushi.output import PAGE, check_target, write_text
 from koushi.report.page.assemble import assemble
 from koushi.report.page.data import page_data
 from koushi.units import bytes_text
-
-ASSUMED = "h100-sxm-80gb"
-"""Where neither the run file nor the command line names hardware."""
 
 
 def write_page(run_file: RunFile, job: Job, hardware: str | None, path: Path, show: bool) -> str:
