@@ -177,5 +177,5 @@ def test_relative_paths_lead_to_the_same_from_another_folder(tmp_path: Path) -> 
     )
     write_edited(source, target, {})
     assert target.read_text(encoding="utf-8") == (
-        'run: {hardware: ../mine.yaml}\ndata: {path: ../x/*.txt, tokenizer: embedded}\nmodel: {hf: /a}\n'
+        "run: {hardware: ../mine.yaml}\ndata: {path: ../x/*.txt, tokenizer: embedded}\nmodel: {hf: /a}\n"
     )
