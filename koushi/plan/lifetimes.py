@@ -215,7 +215,8 @@ class _Run:
                 gradient[1] += 1
             if name not in gradients:
                 gradients[name] = [size, 1] if size else gradient
-            else:  # added in place
+            else:  # the first two are added up in a third, later ones in place
+                self.account.touch(self.kinds[name], size)
                 self.account.drop(self.kinds[name], size)
                 if not size:
                     gradient[1] -= 1

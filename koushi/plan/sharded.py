@@ -203,9 +203,12 @@ def _backward(stage: Stage, account: Account, sharded: Sharded) -> None:
     account.where = "at the end of backward, at the embedding"
     if units.embedding is not None and frees:
         sharded.unshard_backward(units.embedding, None)
-    account.go(backward_span(stage.embedding(stay and not tied)))
-    if tied and not stay:
-        account.drop(GRADIENTS, stage.output(True).ops[-1].weight * stage.master)
+    account.go(backward_span(stage.embedding(stay or tied)))
+    if tied:  # the two gradients of the one table are added up in a third
+        weights = stage.embedding(True).weights
+        size = stage.output(True).ops[-1].weight * weights.width
+        account.touch(weights.kind, size)
+        account.drop(weights.kind, size if stay else 2 * size)
     account.where = "at the end of backward, as the ends' gradients are reduced"
     sharded.reduce(units.root, stage.compute)
     if units.embedding is not None:
