@@ -15,7 +15,7 @@ from functools import cache
 from typing import Literal
 
 from koushi.plan.operations import Op
-from koushi.plan.spans import ACTIVATIONS, Account, Span
+from koushi.plan.spans import ACTIVATIONS, Account, Bytes, Span
 from koushi.plan.workload import Recompute
 
 Ops = tuple[Op, ...]
@@ -77,9 +77,10 @@ def backward_span(stretch: Stretch, half: Half | None = None) -> Span:
     of weights where they stay. The output itself, and what is ``held``, are not its own to free.
 
     The first half of a split backward keeps everything for the second, and each weight's incoming gradient besides.
+    The second goes through the weights alone; ``left_over`` is what stays after it.
     """
     if half == "weights":
-        return _second_half(stretch, backward_span(stretch, "inputs"), backward_span(stretch))
+        return _second_half(stretch)
     run = _forward(stretch, Account())
     run.alive.pop(stretch.last, None)
     run.account = Account()
@@ -89,22 +90,42 @@ def backward_span(stretch: Stretch, half: Half | None = None) -> Span:
     return run.account.close()
 
 
-def _second_half(stretch: Stretch, first: Span, whole: Span) -> Span:
-    """From where ``first`` ends to where the whole backward does; one weight's gradient at a time."""
-    account = Account()
-    weights = stretch.weights
+def _second_half(stretch: Stretch) -> Span:
+    """One weight's gradient after the other. Each lets go what its operation alone had kept for it; the rest of the
+    graph hangs on operations further on."""
+    account, weights = Account(), stretch.weights
+    kinds = {op.makes: op.kind for op in stretch.ops} | {"x": stretch.input_kind}
+    sizes = {op.makes: op.size for op in stretch.ops} | {"x": stretch.input_bytes}
+    savers = Counter(name for op in stretch.ops for name in op.saves)
     for op in stretch.ops:
         made = op.weight * (weights.cast or weights.width)
         account.hold(weights.kind, made)
+        if not op.weight:
+            continue
+        account.drop(op.kind, op.half_keeps or op.size)
+        account.drop(op.kind, op.hidden)
+        account.drop(ACTIVATIONS, op.weight * weights.cast)
+        for name in op.saves:
+            savers[name] -= 1
+            if not savers[name] and name not in stretch.held:
+                account.drop(kinds[name], sizes[name])
         if weights.cast:
             account.hold(weights.kind, op.weight * weights.width)
             account.drop(weights.kind, made)
         if not weights.stay:
             account.drop(weights.kind, op.weight * weights.width)
-    for kind, (there, end) in enumerate(zip(first.after, whole.after, strict=True)):
-        if kind != weights.kind:
-            account.drop(kind, there - end)
     return account.close()
+
+
+@cache
+def left_over(stretch: Stretch) -> Bytes:
+    """What is let go only once the second half of a backward is through with everything."""
+    halves = backward_span(stretch, "inputs").after, backward_span(stretch, "weights").after
+    whole = backward_span(stretch).after
+    return tuple(
+        0 if kind == stretch.weights.kind else first + second - end
+        for kind, (first, second, end) in enumerate(zip(*halves, whole, strict=True))
+    )
 
 
 def _forward(stretch: Stretch, account: Account) -> _Run:

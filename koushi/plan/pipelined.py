@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input
+from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input, left_over
 from koushi.plan.operations import Device
 from koushi.plan.sharded import Sharded
-from koushi.plan.situations import Situation, situations_of_rank
+from koushi.plan.situations import COUNTED, Situation, situations_of_rank
 from koushi.plan.spans import (
     ACTIVATIONS,
     GRADIENTS,
@@ -72,11 +72,15 @@ def _received(stage: Stage) -> int:
 
 
 @lru_cache(maxsize=4096)
-def backward(stage: Stage, first: bool, half: Half | None = None) -> Span:
-    """Of one microbatch, whose gradients are the stage's ``first`` or are added to those that are there."""
+def backward(stage: Stage, first: bool, late: bool = False, half: Half | None = None) -> Span:
+    """Of one microbatch, whose gradients begin the stage's sum if they are the ``first``.
+
+    ``late``: those of a microbatch before are there, in the compute dtype, and are added to the sum as well.
+    """
     shape = stage.shape
     # With another dtype for the reduction, a block's gradients stay as they are made until the block is done.
-    stay = first or (stage.fsdp and stage.compute != stage.reduce)
+    casts = adds_late(stage) if half == "weights" else stage.fsdp and stage.compute != stage.reduce
+    stay = not late and (first or casts)
     tail = "" if half is None else ", for the inputs" if half == "inputs" else ", for the weights"
     if half == "inputs" and shape.first:
         return Span()
@@ -91,19 +95,22 @@ def backward(stage: Stage, first: bool, half: Half | None = None) -> Span:
         account.hold(ACTIVATIONS, stage.stream)
     account.where = "in backward" + tail
     units = stage.units(1)
-    if shape.last:
-        account.go(backward_span(stage.output(stay), half))
-        _accumulate(stage, account, units.root, first, half)
-    for stretch, count in reversed(stage.blocks(stay)):
+    ends = [(stage.output(stay), units.root, 1)] if shape.last else []
+    parts = ends + [(stretch, units.block, count) for stretch, count in reversed(stage.blocks(stay))]
+    for stretch, unit, count in parts if half != "weights" else reversed(parts):
         one = Account()
         one.go(backward_span(stretch, half))
-        _accumulate(stage, one, units.block, first, half)
+        if half is None or (late and half == "inputs"):
+            _accumulate(stage, one, unit, first)
         account.go(one.close(), count)
+    for stretch, _, count in parts if half == "weights" else ():
+        for kind, size in enumerate(left_over(stretch)):
+            account.drop(kind, count * size)
     if shape.first:
         account.where = "at the end of backward, at the embedding" + tail
         account.go(backward_span(stage.embedding(stay)))
         if units.embedding is not None:
-            _accumulate(stage, account, units.embedding, first, half)
+            _accumulate(stage, account, units.embedding, first)
     elif takes:
         # The gradient of the input is sent, and the buffers are there for the next step.
         account.drop(ACTIVATIONS, stage.stream)
@@ -119,10 +126,16 @@ def backward(stage: Stage, first: bool, half: Half | None = None) -> Span:
     return account.close()
 
 
-def _accumulate(stage: Stage, account: Account, unit: Unit, first: bool, half: Half | None) -> None:
+def adds_late(stage: Stage) -> bool:
+    """Whether the second half of a backward leaves its gradients in the compute dtype, until the stage's next
+    backward has ``fully_shard`` add them to their sum."""
+    return stage.fsdp and stage.shape.splits and stage.compute != stage.reduce
+
+
+def _accumulate(stage: Stage, account: Account, unit: Unit, first: bool) -> None:
     """A unit's gradients into the dtype of the reduction, tensor by tensor, or to those that are there."""
     compute, reduce = stage.compute, stage.reduce
-    if not stage.fsdp or compute == reduce or half == "inputs":
+    if not stage.fsdp or compute == reduce:
         return
     if not first:
         account.drop(UNSHARDED_GRADIENTS, unit.whole * compute)
@@ -133,20 +146,25 @@ def _accumulate(stage: Stage, account: Account, unit: Unit, first: bool, half: H
 
 
 @lru_cache(maxsize=65536)
-def reduction(stage: Stage, shards: int, replicas: int) -> Span:
-    """From whole gradients to this rank's shards of their sums."""
+def reduction(stage: Stage, shards: int, replicas: int, first: bool, late: bool) -> Span:
+    """From whole gradients to this rank's shards of their sums. ``first`` and ``late`` as for ``backward``."""
     account = Account("as gradients are reduced after the last backward")
     sharded = Sharded(account, stage, shards, replicas)
-    units, width = sharded.units, stage.reduce
-    sharded.reduce(units.root, width)
+    units, width = sharded.units, stage.compute if first and late else stage.reduce
+
+    def reduce(around: Sharded, unit: Unit) -> None:
+        around.account.drop(UNSHARDED_GRADIENTS, unit.whole * stage.compute if late and not first else 0)
+        around.reduce(unit, width)
+
+    reduce(sharded, units.root)
     for times in (min(1, units.blocks), units.blocks - 1):
         one = Account(account.where)
         around = sharded.again(one)
-        around.reduce(units.block, width)
+        reduce(around, units.block)
         if times > 0:
             sharded.then(around, one.close(), times)
     if units.embedding is not None:  # a part of the model gets it after its blocks
-        sharded.reduce(units.embedding, width)
+        reduce(sharded, units.embedding)
     sharded.end_backward()
     return account.close()
 
@@ -158,9 +176,7 @@ def sum_of(kind: int, count: int) -> Bytes:
 def whole_gradients(stage: Stage) -> Bytes:
     """While they are added up over microbatches."""
     if stage.fsdp:
-        # The second half of a backward leaves gradients in the compute dtype until the next action.
-        late = stage.compute if stage.shape.splits and stage.reduce != stage.compute else 0
-        return sum_of(UNSHARDED_GRADIENTS, stage.whole * (stage.reduce + late))
+        return sum_of(UNSHARDED_GRADIENTS, stage.whole * stage.reduce)
     return sum_of(GRADIENTS, stage.whole * stage.master) if stage.shape.holder == "parameters" else NOTHING
 
 
@@ -170,11 +186,17 @@ class Held:
     def __init__(self, stage: Stage, shards: int, replicas: int, sent: int):
         self.stage, self.shards, self.replicas = stage, shards, replicas
         kept = forward(stage).after
-        half = backward(stage, False, "inputs").after if stage.shape.splits else NOTHING
+        half = backward(stage, False, half="inputs").after if stage.shape.splits else NOTHING
         padded = stage.units(shards).total.padded
         whole = whole_gradients(stage)
         self.unsharded = padded * stage.compute if stage.fsdp else 0
-        self.counted = (kept, tuple(map(sum, zip(kept, half, strict=True))), sum_of(ACTIVATIONS, sent), whole)
+        self.counted: tuple[Bytes, ...] = (
+            kept,
+            tuple(map(sum, zip(kept, half, strict=True))),
+            sum_of(ACTIVATIONS, sent),
+            whole,
+            sum_of(UNSHARDED_GRADIENTS, stage.whole * stage.compute),
+        )
         """By what is counted in a situation."""
         self.reduced = sum_of(GRADIENTS, padded // shards * stage.master) if stage.fsdp else whole
 
@@ -183,8 +205,8 @@ class Held:
         if situation.step == "F":
             return forward(self.stage)
         if situation.step == "R":
-            return reduction(self.stage, self.shards, self.replicas)
-        return backward(self.stage, situation.first, _HALVES[situation.step])
+            return reduction(self.stage, self.shards, self.replicas, situation.first, situation.late)
+        return backward(self.stage, situation.first, situation.late, _HALVES[situation.step])
 
 
 _HALVES: dict[str, Half | None] = {"B": None, "I": "inputs", "W": "weights"}
@@ -227,7 +249,7 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
     }
     rank = _Rank(held, {one.kind: one.count for one in stages}, max(kinds) + 1)
     shape = (workload.schedule, mesh.degree("pp"), len(workload.stage_layers), workload.microbatches)
-    found = situations_of_rank(*shape, pp, most_sent, kinds)
+    found = situations_of_rank(*shape, pp, most_sent, adds_late(stages[0].stage), kinds)
     return rank.fullest(found, sum(one.count * buffer_bytes(workload, one.stage) for one in stages))
 
 
@@ -279,9 +301,9 @@ class _Rank:
         self.held, self.stages, self.kinds = held, stages, kinds
         self._unsharded_by: dict[tuple[int, ...], int] = {}
         nothing = Held.__new__(Held)
-        nothing.counted, nothing.reduced, nothing.unsharded = (NOTHING,) * 4, NOTHING, 0
+        nothing.counted, nothing.reduced, nothing.unsharded = (NOTHING,) * len(COUNTED), NOTHING, 0
         by_kind = [held.get(kind, nothing) for kind in range(kinds)]
-        self.vectors = [one.counted[what] for what in range(4) for one in by_kind]
+        self.vectors = [one.counted[what] for what in COUNTED for one in by_kind]
         self.reduced = [one.reduced for one in by_kind]
         self.totals = [sum(vector) for vector in self.vectors]
         self.shards = [vector[GRADIENTS] for vector in self.vectors]

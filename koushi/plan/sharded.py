@@ -68,8 +68,8 @@ class Sharded:
     def unshard_forward(self, unit: Unit) -> None:
         if self.stage.fsdp and unit.whole:
             self.gather(unit)
-            self.account.drop(GATHERED, self.gathered_before)
             self.account.hold(UNSHARDED_PARAMETERS, self._gathered(unit))
+            self.account.drop(GATHERED, self.gathered_before)
             self.gathered_before = self.buffer(unit)
 
     def end_forward(self) -> None:

@@ -16,9 +16,9 @@ from koushi.plan.schedule import Order, actions
 Step = Literal["F", "B", "I", "W", "R"]
 """Actions of a schedule; R: a stage's gradients are reduced, after its last backward."""
 
-FORWARDS, HALVES, SENT, WHOLE = range(4)
+COUNTED = FORWARDS, HALVES, SENT, WHOLE, LATE = range(5)
 """What is counted: microbatches whose backward has not begun, those whose backward is half done, those whose gradient
-has been sent on; stages whose gradients are being added up."""
+has been sent on; stages whose gradients are being added up, and those that have some which are not added yet."""
 
 
 class Situation(NamedTuple):
@@ -28,7 +28,9 @@ class Situation(NamedTuple):
     kind: int
     """Of the stage that acts."""
     first: bool
-    """Whether that stage has no gradients yet."""
+    """Whether that stage has no sum of gradients yet."""
+    late: bool
+    """Whether it has gradients that are not added to their sum."""
     reduced: tuple[int, ...]
     """By kind of stage: how many have done with their gradients."""
     counts: tuple[int, ...]
@@ -41,27 +43,38 @@ class Situation(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def situations_of_rank(
-    schedule: str, pp: int, n_stages: int, microbatches: int, coordinate: int, most_sent: int, kinds: tuple[int, ...]
+    schedule: str,
+    pp: int,
+    n_stages: int,
+    microbatches: int,
+    coordinate: int,
+    most_sent: int,
+    adds_late: bool,
+    kinds: tuple[int, ...],
 ) -> tuple[Situation, ...]:
     """Of the rank at ``coordinate``, those of a step that no other outdoes.
 
     ``kinds``: a number for every stage, the same for stages that are alike. What a stage has sent is counted up to
-    ``most_sent``.
+    ``most_sent``. ``adds_late``: gradients of a W are added to their sum in the stage's next backward.
     """
     order = actions(schedule, pp, n_stages, microbatches)[coordinate]
-    return tuple(_outstanding(_every(order, microbatches, most_sent, kinds)))
+    return tuple(_outstanding(_every(order, microbatches, most_sent, adds_late, kinds)))
 
 
-def _every(order: Order, microbatches: int, most_sent: int, kinds: tuple[int, ...]) -> Iterable[Situation]:
+def _every(
+    order: Order, microbatches: int, most_sent: int, adds_late: bool, kinds: tuple[int, ...]
+) -> Iterable[Situation]:
     many = max(kinds) + 1
-    counts, reduced = [0] * (4 * many), [0] * many
+    counts, reduced = [0] * (len(COUNTED) * many), [0] * many
     sent: dict[int, int] = {}
     done: dict[int, int] = {}
+    whole: set[int] = set()
+    late: set[int] = set()
     in_flight = 0
     found: dict[tuple[object, ...], Situation] = {}
 
     def note(step: Step, stage: int) -> None:
-        key = (step, kinds[stage], stage not in done, tuple(reduced), tuple(counts))
+        key = (step, kinds[stage], stage not in whole, stage in late, tuple(reduced), tuple(counts))
         if key not in found:
             found[key] = Situation(*key, stage, in_flight)
 
@@ -76,26 +89,39 @@ def _every(order: Order, microbatches: int, most_sent: int, kinds: tuple[int, ..
             counts[kind] -= 1
             sent[stage] = sent.get(stage, 0) + 1
             counts[SENT * many + kind] += sent[stage] <= most_sent
+        summed, waits = _gradients(step, stage, stage in whole, stage in late, adds_late)
+        for what, has, stages in ((WHOLE, summed, whole), (LATE, waits, late)):
+            counts[what * many + kind] += has - (stage in stages)
+            (stages.add if has else stages.discard)(stage)
         if step == "I":
             counts[HALVES * many + kind] += 1
             continue
         if step == "W":
             counts[HALVES * many + kind] -= 1
         in_flight -= 1
-        counts[WHOLE * many + kind] += stage not in done
         done[stage] = done.get(stage, 0) + 1
         if done[stage] == microbatches:
             note("R", stage)
-            counts[WHOLE * many + kind] -= 1
+            counts[WHOLE * many + kind] -= summed
+            counts[LATE * many + kind] -= waits
             reduced[kind] += 1
     return found.values()
+
+
+def _gradients(step: Step, stage: int, whole: bool, late: bool, adds_late: bool) -> tuple[bool, bool]:
+    """Whether the stage has a sum of gradients after ``step``, and some that are not added to it."""
+    if stage == 0 and step in "IW":  # all of the first stage's backward is in its W
+        return (whole, late) if step == "I" else (True, False)
+    if step == "I":
+        return whole or late, False
+    return (whole, True) if step == "W" and adds_late else (True, False)
 
 
 def _outstanding(found: Iterable[Situation]) -> list[Situation]:
     """Those whose counts are not all matched by another's at the same action with as many stages done."""
     alike: dict[tuple[object, ...], list[Situation]] = {}
     for one in sorted(found, key=lambda one: -sum(one.counts)):
-        others = alike.setdefault((one.step, one.kind, one.first, one.reduced), [])
+        others = alike.setdefault(one[:5], [])
         if not any(all(map(ge, other.counts, one.counts)) for other in others):
             others.append(one)
     return [one for others in alike.values() for one in others]

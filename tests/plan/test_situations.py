@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from koushi.plan.schedule import actions, in_flight
-from koushi.plan.situations import FORWARDS, HALVES, SENT, WHOLE, Situation, situations_of_rank
+from koushi.plan.situations import FORWARDS, HALVES, LATE, SENT, WHOLE, Situation, situations_of_rank
 
 CASES = [
     ("GPipe", 4, 4, 6),
@@ -19,10 +19,17 @@ CASES = [
 
 
 def situations(
-    schedule: str, pp: int, n_stages: int, microbatches: int, most_sent: int, kinds: tuple[int, ...]
+    schedule: str,
+    pp: int,
+    n_stages: int,
+    microbatches: int,
+    most_sent: int,
+    kinds: tuple[int, ...],
+    adds_late: bool = False,
 ) -> tuple[tuple[Situation, ...], ...]:
     """Of every pipeline coordinate."""
-    return tuple(situations_of_rank(schedule, pp, n_stages, microbatches, rank, most_sent, kinds) for rank in range(pp))
+    shape = schedule, pp, n_stages, microbatches
+    return tuple(situations_of_rank(*shape, rank, most_sent, adds_late, kinds) for rank in range(pp))
 
 
 @pytest.mark.parametrize(("schedule", "pp", "n_stages", "microbatches"), CASES)
@@ -67,3 +74,25 @@ def test_each_stage_is_reduced_once_with_whole_gradients() -> None:
 
 def test_what_is_sent_is_counted_no_further_than_asked() -> None:
     assert max(one.counts[SENT * 2] for one in situations("1F1B", 2, 2, 8, 1, (0, 1))[0]) == 1
+
+
+@pytest.mark.parametrize(("schedule", "pp", "n_stages", "microbatches"), CASES)
+def test_gradients_that_are_added_late_are_there_from_a_w_to_the_stages_next_backward(
+    schedule: str, pp: int, n_stages: int, microbatches: int
+) -> None:
+    kinds = tuple(range(n_stages))
+    found = situations(schedule, pp, n_stages, microbatches, 0, kinds, adds_late=True)
+    for rank, order in enumerate(actions(schedule, pp, n_stages, microbatches)):
+        late: set[int] = set()
+        summed: set[int] = set()
+        fullest = 0
+        for step, stage, _ in order:
+            if step in "BI" and stage in late | ({stage} if step == "B" else set()):
+                late.discard(stage)
+                summed.add(stage)
+            elif step == "W":
+                (late if stage else summed).add(stage)
+            fullest = max(fullest, len(late) + len(summed))
+        most = max(sum(one.counts[WHOLE * n_stages :]) for one in found[rank] if one.step == "R")
+        assert 0 < most <= fullest
+        assert all(one.counts[LATE * n_stages] == 0 for one in found[rank]), "the first stage goes backward once"
