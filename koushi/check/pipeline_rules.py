@@ -15,7 +15,6 @@ from koushi.check.rule import (
     PER_RANK,
     PER_STAGE,
     PP,
-    RECOMPUTE,
     RESHARD,
     SCHEDULE,
     Facts,
@@ -138,13 +137,6 @@ def _compile(facts: Facts) -> Iterator[Finding]:
         yield Finding((COMPILE, SCHEDULE), what, f"false, or a schedule of {', '.join(_whole_backward())}")
 
 
-def _recompute(facts: Facts) -> Iterator[Finding]:
-    name = facts.config.parallelism.pipeline_parallel_schedule
-    if facts.pp > 1 and facts.config.training.recompute == "selective" and SCHEDULES[name].splits_backward:
-        what = f"is selective, but {name} goes backward twice through a block, and torch keeps outputs for once"
-        yield Finding((RECOMPUTE, SCHEDULE), what, f"none or full, or a schedule of {', '.join(_whole_backward())}")
-
-
 _STAGES = (PP, SCHEDULE, PER_RANK)
 
 RULES = (
@@ -156,5 +148,4 @@ RULES = (
     Rule((GLOBAL_BATCH, MICROBATCH, DP_REPLICATE, DP_SHARD, *_STAGES), _microbatches),
     Rule((PP, SCHEDULE, RESHARD), _reshard),
     Rule((PP, SCHEDULE, COMPILE), _compile),
-    Rule((PP, SCHEDULE, RECOMPUTE), _recompute),
 )

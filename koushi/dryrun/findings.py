@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from koushi.dryrun.flow import Facts
 from koushi.job import Job
 from koushi.parallel.ledger import Event, Ledger
-from koushi.schedules import SCHEDULES
 from koushi.units import bytes_text
 
 SCALARS = 2
@@ -100,19 +99,6 @@ def _is_gathered_with_the_rest(event: Event, facts: Facts, job: Job) -> bool:
     )
 
 
-def _is_recomputed_by_parameter(event: Event, facts: Facts, job: Job) -> bool:
-    schedule = SCHEDULES[job.config.parallelism.pipeline_parallel_schedule]
-    return (
-        job.mesh.degree("pp") > 1
-        and schedule.splits_backward
-        and job.config.training.recompute == "full"
-        and (event.collective.submesh, event.collective.phase) == ("tp", "backward")
-    )
-
-
-_BY_PARAMETER = (
-    "where a schedule splits backward, torch computes a block again for the gradient of each of its parameters"
-)
 EXEMPTIONS = (
     Exemption(
         "not allowed",
@@ -129,8 +115,6 @@ EXEMPTIONS = (
         _is_gathered_with_the_rest,
         "torch gathers every unit again for backward, also the embedding, whose backward does not read its table",
     ),
-    Exemption("gathered again", _is_recomputed_by_parameter, _BY_PARAMETER),
-    Exemption("unused", _is_recomputed_by_parameter, _BY_PARAMETER),
 )
 
 

@@ -7,7 +7,8 @@ activations are large and gathered again.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from koushi.parallel.collectives import REDUCE_SCATTER
+from koushi.parallel.recomputed import Contexts, recomputed
 
 KEPT = frozenset(
     {
@@ -34,12 +36,24 @@ def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _selective() -> Contexts:
+    keeping, giving = create_selective_checkpoint_contexts(_keep)
+    return keeping, giving
+
+
 def apply(block: nn.Module, mode: Literal["none", "selective", "full"]) -> nn.Module:
     """Make ``block`` recompute its forward during backward, in place; names stay as they are."""
     if mode == "none":
         return block
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
-    block.forward = partial(checkpoint, block.forward, **options)
+    options: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+    plain: Callable[..., Any] = block.forward
+
+    def forward(*args: Any) -> Any:
+        if torch.compiler.is_compiling():  # knows torch's own by name
+            return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        return recomputed(
+            plain, *args, contexts=_selective() if mode == "selective" else (nullcontext(), nullcontext())
+        )
+
+    block.forward = forward
     return block

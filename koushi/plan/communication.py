@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from koushi.plan.units import StageUnits, Unit, held_elsewhere, held_stages, units_of
-from koushi.plan.unshard import split_backwards, unshards
+from koushi.plan.unshard import unshards
 from koushi.plan.workload import Workload
 from koushi.schedules import rank_of_stage
 from koushi.traffic import DTYPE_BYTES, Collective, Operation, Phase, Traffic
@@ -32,8 +32,6 @@ class Pieces:
     """Of one block for one microbatch, on tp."""
     block_backward: Traffic
     """With what recompute does again."""
-    block_weights: Traffic
-    """Of one block in the part of a split backward that is for the weights."""
     embedding_forward: Traffic
     embedding_backward: Traffic
     output_forward: Traffic
@@ -59,7 +57,6 @@ def pieces(workload: Workload, stage: int) -> Pieces:
     return Pieces(
         block_forward=Counter(_block_forward(workload)),
         block_backward=Counter(_block_backward(workload)),
-        block_weights=Counter(_block_weights(workload, stage)),
         embedding_forward=Counter(_embedding(workload, "forward")),
         embedding_backward=Counter(_embedding(workload, "backward")),
         output_forward=Counter(_output_forward(workload)),
@@ -96,7 +93,6 @@ def _stage_calls(workload: Workload, stage: int) -> list[tuple[Traffic, int]]:
     found = [
         (part.block_forward, blocks * microbatches),
         (part.block_backward, blocks * microbatches),
-        (part.block_weights, blocks * split_backwards(workload, stage)),
         (part.receive_forward, microbatches),
         (part.send_forward, microbatches),
         (part.receive_backward, microbatches),
@@ -157,18 +153,6 @@ def _block_backward(workload: Workload) -> dict[Collective, int]:
         _on_tp(workload, "all_gather", "backward"): 2 + gathered_again,
         _on_tp(workload, "reduce_scatter", "backward"): 2 + (1 if full else 0),
     }
-
-
-def _block_weights(workload: Workload, stage: int) -> dict[Collective, int]:
-    """With full recompute torch makes a block again for each of its parameters, as each is a backward of its own.
-
-    Not on the first stage, whose input needs no gradient: it goes backward once, for the weights.
-    """
-    if workload.mesh.degree("tp") == 1 or workload.recompute != "full" or stage == 0:
-        return {}
-    again = len(units_of(workload, stage).block.tensors)
-    gathers, sums = _on_tp(workload, "all_gather", "backward"), _on_tp(workload, "reduce_scatter", "backward")
-    return {gathers: 2 * again, sums: again}
 
 
 def _embedding(workload: Workload, phase: Phase) -> dict[Collective, int]:

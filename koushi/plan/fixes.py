@@ -131,8 +131,11 @@ def _judged(
 def _moved(workload: Workload, before: Layout, after: Layout) -> Workload:
     """Under ``after``; layers that the run file divides itself stay so where there are as many stages."""
     moved = after.of(workload)
-    same = before.pipeline.stages_per_rank * before.pp == after.pipeline.stages_per_rank * after.pp
-    return replace(moved, stage_layers=workload.stage_layers) if same else moved
+    return replace(moved, stage_layers=workload.stage_layers) if _as_many_stages(before, after) else moved
+
+
+def _as_many_stages(one: Layout, other: Layout) -> bool:
+    return one.pipeline.stages_per_rank * one.pp == other.pipeline.stages_per_rank * other.pp
 
 
 def neighbours(question: Question, layout: Layout) -> Iterator[Layout]:
@@ -189,7 +192,7 @@ def changed(workload: Workload, after: Layout) -> dict[str, object]:
     before = layout_of(workload)
     old, new = values_of(before), values_of(after)
     found = {key: value for key, value in new.items() if value != old.get(key)}
-    if workload.stage_layers != before.of(workload).stage_layers and before.pipeline != after.pipeline:
+    if workload.stage_layers != before.of(workload).stage_layers and not _as_many_stages(before, after):
         found[PER_STAGE] = None  # that many stages are no more
     return found
 

@@ -148,8 +148,7 @@ def _pipelines(n_layers: int, compiled: bool, pp: int, microbatches: int) -> tup
 
 
 def recompute_modes(pipeline: Pipeline) -> tuple[Recompute, ...]:
-    """Those that ``pipeline`` can run: a backward in two halves can't keep part of a block."""
-    return ("none", "full") if pipeline.pp > 1 and SCHEDULES[pipeline.schedule].splits_backward else MODES
+    return MODES
 
 
 class Split(NamedTuple):

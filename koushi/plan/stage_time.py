@@ -9,16 +9,11 @@ from functools import lru_cache
 from koushi.hardware.collective import collective_seconds, span
 from koushi.hardware.hardware import Hardware
 from koushi.hardware.matmul import streaming_seconds
-from koushi.plan.communication import pieces
 from koushi.plan.schedule import StageSeconds, Timeline, simulate
 from koushi.plan.units import units_of
-from koushi.plan.unshard import split_backwards
 from koushi.plan.work import Phases, block, ends, key_of
 from koushi.plan.workload import Workload
 from koushi.traffic import DTYPE_BYTES
-
-PARAMETERS_OF_BLOCK = 9
-"""Of Llama's."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +24,6 @@ class StageWork:
     inputs: float
     """With what is recomputed."""
     weights: float
-    again: float
-    """What is recomputed, once."""
     parts: Mapping[str, float]
     """Forward and backward together, by part of the waterfall."""
 
@@ -46,7 +39,6 @@ def _stage(hardware: Hardware, key: Workload, layers: int, first: bool, last: bo
         forward.seconds,
         (inputs + again).seconds,
         weights.seconds,
-        again.seconds,
         _parts(Phases(forward, inputs, weights, again)),
     )
 
@@ -78,10 +70,9 @@ def stages_work(workload: Workload, hardware: Hardware) -> tuple[StageWork, ...]
 @lru_cache(maxsize=4096)
 def stage_costs(workload: Workload, hardware: Hardware) -> tuple[StageSeconds, ...]:
     """What the actions of every stage take."""
-    extra, repeated = accumulation(workload, hardware), _recomputed_for_weights(workload, hardware)
     return tuple(
-        StageSeconds(work.forward, work.inputs, work.weights + more + again, work.inputs + work.weights + more)
-        for work, more, again in zip(stages_work(workload, hardware), extra, repeated, strict=True)
+        StageSeconds(work.forward, work.inputs, work.weights + more, work.inputs + work.weights + more)
+        for work, more in zip(stages_work(workload, hardware), accumulation(workload, hardware), strict=True)
     )
 
 
@@ -98,26 +89,6 @@ def accumulation(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
         for kind in set(kinds)
     }
     return tuple(made[kind] for kind in kinds)
-
-
-def _recomputed_for_weights(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
-    """Of every stage: what a W recomputes.
-
-    Under full recompute the inputs' part recomputes a block once and the weights' part once more for each of its
-    parameters, since torch asks autograd for their gradients one by one.
-    """
-    if workload.recompute != "full" or not any(
-        split_backwards(workload, stage) for stage in range(len(workload.stage_layers))
-    ):
-        return (0.0,) * len(workload.stage_layers)
-    found = []
-    for stage, work in enumerate(stages_work(workload, hardware)):
-        sent = 0.0
-        for collective, calls in pieces(workload, stage).block_weights.items():
-            group = span(workload.mesh, collective.submesh, hardware.inside.devices)
-            sent += calls * collective_seconds(hardware, collective.operation, collective.bytes, group)
-        found.append(PARAMETERS_OF_BLOCK * work.again + workload.stage_layers[stage] * sent)
-    return tuple(found)
 
 
 def pipeline(workload: Workload, hardware: Hardware, *, sending: bool = True) -> Timeline:

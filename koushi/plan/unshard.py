@@ -1,4 +1,4 @@
-"""When torch's pipeline runtime gathers a stage's parameters, and how often backward runs in two parts. No torch."""
+"""When torch's pipeline runtime gathers a stage's parameters. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby
 
 from koushi.plan.schedule import actions
 from koushi.plan.workload import Workload
-from koushi.schedules import SCHEDULES, rank_of_stage, stages_of_rank
+from koushi.schedules import rank_of_stage, stages_of_rank
 
 MOST_UNSHARDED = 3
 """Stages of a rank that torch's runtime keeps gathered at once: ``_add_unshard_reshard`` in
@@ -44,17 +44,3 @@ def unshards(workload: Workload, stage: int) -> int:
     """How often ``stage`` is gathered in one pipelined step."""
     shape = (workload.schedule, workload.mesh.degree("pp"), len(workload.stage_layers))
     return unshards_of_rank(*shape, workload.microbatches, rank_of_stage(*shape, stage))[stage]
-
-
-@lru_cache(maxsize=4096)
-def _split_backwards(schedule: str, pp: int, n_stages: int, microbatches: int, coordinate: int) -> Counter[int]:
-    order = actions(schedule, pp, n_stages, microbatches)[coordinate]
-    return Counter(action.stage for action in order if action.kind == "W")
-
-
-def split_backwards(workload: Workload, stage: int) -> int:
-    """For how many microbatches ``stage`` computes the gradients of inputs and of weights apart."""
-    if workload.mesh.degree("pp") == 1 or not SCHEDULES[workload.schedule].splits_backward:
-        return 0
-    shape = (workload.schedule, workload.mesh.degree("pp"), len(workload.stage_layers))
-    return _split_backwards(*shape, workload.microbatches, rank_of_stage(*shape, stage))[stage]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parity_cases import SCHEDULES, SPLIT_BACKWARD, Case, batch, case, schedule, tied
+from parity_cases import SCHEDULES, Case, batch, case, schedule, tied
 
 # What divides by three: 6 heads, 3 KV heads, sizes of 36, 66 and 18.
 THREES = (
@@ -129,12 +129,10 @@ def recomputed() -> Iterator[Case]:
         for degrees in (*NO_PIPELINE, (1, 1, 1, 4)):
             yield case(how, degrees, again, tied(True))
         for name in SCHEDULES:
-            # Refused: torch keeps selected outputs for one pass backward, and these go back twice.
-            if how == "full" or name not in SPLIT_BACKWARD:
-                yield case(f"{name} {how}", (2, 1, 1, 1), *schedule(name), again, tied(True))
-                yield case(f"{name} {how}", (2, 1, 2, 1), *schedule(name), again)
-        yield case(f"1F1B {how}", (2, 1, 2, 2), *schedule("1F1B"), again, tied(True))
-    yield case("ZBVZeroBubble full", (2, 1, 2, 2), *schedule("ZBVZeroBubble"), "training.recompute=full", tied(True))
+            yield case(f"{name} {how}", (2, 1, 1, 1), *schedule(name), again, tied(True))
+            yield case(f"{name} {how}", (2, 1, 2, 1), *schedule(name), again)
+        for name in ("1F1B", "ZBVZeroBubble"):
+            yield case(f"{name} {how}", (2, 1, 2, 2), *schedule(name), again, tied(True))
 
 
 GROUPS = {

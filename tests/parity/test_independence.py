@@ -104,10 +104,6 @@ def _refused() -> list[tuple[Case, str]]:
         for name in SPLIT_BACKWARD
     ]
     wrong += [
-        (case(f"{name} selective", (2, 1, 1, 1), *schedule(name), "training.recompute=selective"), "recompute")
-        for name in SPLIT_BACKWARD
-    ]
-    wrong += [
         (case("heads", (1, 1, 1, 16)), "tensor_parallel_degree"),
         (case("KV heads", (1, 1, 1, 3), *THREES, "model.n_kv_heads=2"), "tensor_parallel_degree"),
         (case("ffn", (1, 1, 1, 8), "model.ffn_dim=68"), "ffn_dim"),

@@ -193,14 +193,12 @@ def test_zero_one_gathers_what_it_updated() -> None:
     }
 
 
-def test_split_backwards_recompute_for_every_parameter() -> None:
+def test_a_split_backward_recomputes_once_with_its_first_half() -> None:
     asked = replace(LAYOUTS["zero bubble"], recompute="full")
-    whole = replace(asked, schedule="Interleaved1F1B")
     hardware = load("h100")
-    # Of a stage between: nine more recomputes of its blocks (torch asks parameter by parameter).
-    again = stage_costs(asked, hardware)[2].weights - stage_costs(whole, hardware)[2].weights
-    once = stage_costs(whole, hardware)[2].inputs - stage_costs(replace(whole, recompute="none"), hardware)[2].inputs
-    assert again > 8 * once > 0
+    again = stage_costs(asked, hardware)[2], stage_costs(replace(asked, recompute="none"), hardware)[2]
+    assert again[0].weights == again[1].weights
+    assert again[0].inputs > again[1].inputs
 
 
 def test_messages_shrink_with_what_tensor_parallel_cuts() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 from koushi.mesh import MeshSpec
 from koushi.models.llama.sizes import PRESETS
 from koushi.plan.schedule import actions
-from koushi.plan.unshard import split_backwards, unshards, unshards_of_rank
+from koushi.plan.unshard import unshards, unshards_of_rank
 from koushi.plan.workload import Transformer, Workload
 
 KINDS = {"F": F, "B": B, "I": I, "W": W}
@@ -43,8 +43,3 @@ def workload(schedule: str, per_rank: int) -> Workload:
 def test_a_stage_that_fits_is_gathered_once() -> None:
     assert [unshards(workload("1F1B", 1), stage) for stage in (0, 1)] == [1, 1]
     assert unshards(workload("Interleaved1F1B", 5), 0) > 1
-
-
-def test_backwards_are_split_where_the_schedule_splits_them() -> None:
-    assert split_backwards(workload("Interleaved1F1B", 2), 2) == 0
-    assert 0 < split_backwards(workload("InterleavedZeroBubble", 2), 2) <= 8
