@@ -141,7 +141,7 @@ def _compile(facts: Facts) -> Iterator[Finding]:
 def _recompute(facts: Facts) -> Iterator[Finding]:
     name = facts.config.parallelism.pipeline_parallel_schedule
     if facts.pp > 1 and facts.config.training.recompute == "selective" and SCHEDULES[name].splits_backward:
-        what = f"is selective, but {name} goes backward twice through a block, and torch keeps outputs for once"
+        what = f"is selective, but {name} goes backward twice through a block, and outputs are kept for once"
         yield Finding((RECOMPUTE, SCHEDULE), what, f"none or full, or a schedule of {', '.join(_whole_backward())}")
 
 
