@@ -269,6 +269,7 @@ def _modes(row: Row, base: Described) -> Described:
         base.system,
         float8=row.precision.startswith(("fp8", "mxfp8")),
         loss_chunks=8 if "chunked CE" in row.notes else 1,
+        keeps_every_output=True,
     )
     recompute: Recompute = base.recompute
     if row.recompute in FULL:

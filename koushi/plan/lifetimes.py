@@ -49,6 +49,8 @@ class Stretch:
     recompute: Recompute = "none"
     kept: frozenset[str] = frozenset()
     """Outputs that selective recompute keeps."""
+    skipped: frozenset[str] = frozenset()
+    """Those that it neither keeps nor makes again."""
     held: frozenset[str] = frozenset()
     """What somebody else holds from the end of forward to the end of backward."""
     stops_early: bool = True
@@ -150,7 +152,7 @@ class _Run:
         """What a checkpoint keeps, whatever Python does."""
 
     def forward(self, stop: int, saving: bool, cached: frozenset[str] = frozenset()) -> None:
-        """Through the operations before ``stop``; outputs named in ``cached`` are there already."""
+        """Through the operations before ``stop``; outputs named in ``cached`` are not made."""
         for index, op in enumerate(self.stretch.ops[:stop]):
             cast = op.weight * self.stretch.weights.cast
             if op.makes not in cached:
@@ -182,7 +184,7 @@ class _Run:
         cached = self.keep - {"x"}
         late = frozenset(op.makes for op in ops[stop:])
         self.keep = (cached & late) | {"x"}
-        self.forward(stop, saving=True, cached=cached)
+        self.forward(stop, saving=True, cached=cached | self.stretch.skipped)
         self.saved.update(ops[stop].saves)
         self.account.hold(ACTIVATIONS, ops[stop].hidden + ops[stop].weight * self.stretch.weights.cast)
         for name in list(self.alive):

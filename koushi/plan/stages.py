@@ -141,9 +141,10 @@ class Stage:
 
     def _block(self, stay: bool, recompute: Recompute) -> Stretch:
         ops = block_operations(self.shape.block)
-        kept = _kept(ops, self.shape.system.kept_matmuls) if recompute == "selective" else frozenset()
-        early = self.shape.system.stops_early
-        return Stretch(ops, self._weights(stay), self.stream, recompute=recompute, kept=kept, stops_early=early)
+        stretch = Stretch(ops, self._weights(stay), self.stream, recompute=recompute)
+        if recompute == "selective":
+            stretch = replace(stretch, kept=_kept(ops, self.shape.system), skipped=_skipped(ops, self.shape.system))
+        return replace(stretch, stops_early=self.shape.system.stops_early)
 
     def blocks(self, stay: bool) -> list[tuple[Stretch, int]]:
         """Kinds of blocks with how many there are: those that recompute, those that don't."""
@@ -165,8 +166,21 @@ class Stage:
         return Stretch(loss_operations(self.shape.ends), self._weights(True), self.logits, LOGITS, held=held)
 
 
-def _kept(ops: tuple[Op, ...], share: float) -> frozenset[str]:
-    """Attention, scatters, and every so many matmuls, the first of them."""
+def _kept(ops: tuple[Op, ...], system: System) -> frozenset[str]:
+    """Attention, scatters, and every so many matmuls, the first of them; of these what backward needs, or all."""
+    share = system.kept_matmuls
     matmuls = [op.makes for op in ops if op.kept and op.weight]
     some = [name for index, name in enumerate(matmuls, 1) if ceil(index * share) > ceil((index - 1) * share)]
-    return frozenset(some) | {op.makes for op in ops if op.kept and not op.weight}
+    kept = frozenset(some) | {op.makes for op in ops if op.kept and not op.weight}
+    if system.keeps_every_output:
+        return kept
+    names = [op.makes for op in ops]
+    return kept - _skipped(ops, system) - set(names[names.index(matmuls[-1]) :])
+
+
+def _skipped(ops: tuple[Op, ...], system: System) -> frozenset[str]:
+    """What a scatter adds up: of all operations whose output is kept, these alone have neither a weight nor anything
+    to save."""
+    if system.keeps_every_output:
+        return frozenset()
+    return frozenset(name for op in ops if op.kept and not op.weight and not op.saves for name in op.reads)

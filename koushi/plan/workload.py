@@ -108,6 +108,9 @@ class System:
     """Share of the layers that recompute at all."""
     kept_matmuls: float = 1.0
     """Share of the matmuls whose outputs selective recompute keeps."""
+    keeps_every_output: bool = False
+    """Whether among these are outputs that backward doesn't need, as with torch's own selective recompute: what a
+    scatter adds up, and what comes from a block's last matmul on."""
     fused_projections: bool = False
     """Whether query, key and value are one matmul, and both inner ones of a gated feed-forward."""
     host_operations: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from koushi.models.llama.model import Block, Rotary
 from koushi.models.llama.sizes import LlamaSize
-from koushi.parallel import compile
+from koushi.parallel import compile, recompute
 
 SIZE = LlamaSize(vocab_size=8, dim=16, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=24)
 
@@ -29,16 +30,29 @@ def run(block: Block) -> dict[str, Tensor]:
 # Inductor's own imports use what torch calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
-def test_a_compiled_block_gives_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ("none", "selective"))
+def test_a_compiled_block_gives_the_same_result(mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(0)
     block = Block(SIZE).double()
     expected = run(block)
+    recompute.apply(block, mode)
     block.zero_grad()
     names = list(block.state_dict())
     assert compile.apply(block) is block
-    found = run(block)
+    kept: dict[int, int] = {id(parameter): 0 for parameter in block.parameters()}
+
+    def pack(one: Tensor) -> Tensor:
+        kept.setdefault(id(one), one.nbytes)
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        found = run(block)
     assert list(block.state_dict()) == names
     assert block._compiled_call_impl is not None, "nothing was compiled"
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+    if mode == "selective":
+        # x, q, mixed, wo's and the block's output; k, v; w1's and w3's output; attention's sums, cosines and sines.
+        values = 16 * (5 * SIZE.dim + 2 * SIZE.n_kv_heads * SIZE.head_dim + 2 * SIZE.ffn_dim + SIZE.n_heads)
+        assert sum(kept.values()) == 8 * (values + 8 * SIZE.head_dim), kept.values()

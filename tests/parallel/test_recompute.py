@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from watch import Watch
 
+from koushi.mesh import MeshSpec
 from koushi.models.llama.model import Block, Rotary
 from koushi.models.llama.sizes import LlamaSize
 from koushi.parallel import recompute
+from koushi.plan.lifetimes import forward_span
+from koushi.plan.stages import stage_of
+from koushi.plan.workload import Transformer, Workload
 
 SIZE = LlamaSize(vocab_size=8, dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=48)
 TOKENS = 16
 MATMULS = 7
 """wq, wk, wv, wo, w1, w2, w3."""
 MODES = ("none", "selective", "full")
-
-
-class Watch(TorchDispatchMode):
-    """Counts operations and remembers every storage they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.calls[func.overloadpacket.__name__] += 1
-        for one in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(one, Tensor):
-                storage = one.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    def bytes_alive(self, besides: Iterable[Tensor]) -> int:
-        there = {one.untyped_storage()._cdata for one in besides}
-        return sum(
-            count
-            for storage, (reference, count) in self.made.items()
-            if storage not in there and not reference.expired()
-        )
-
-    def attentions(self) -> int:
-        return sum(count for name, count in self.calls.items() if "attention" in name and "backward" not in name)
 
 
 @dataclass(frozen=True)
@@ -64,10 +37,10 @@ class Outcome:
     names: list[str]
 
 
-def run(mode: Any) -> Outcome:
+def run(mode: Any, dtype: torch.dtype = torch.float32) -> Outcome:
     torch.manual_seed(0)
-    block = recompute.apply(Block(SIZE), mode)
-    x = torch.randn(2, TOKENS, SIZE.dim, requires_grad=True)
+    block = recompute.apply(Block(SIZE).to(dtype), mode)
+    x = torch.randn(2, TOKENS, SIZE.dim, dtype=dtype, requires_grad=True)
     cos, sin = Rotary(SIZE).tables(TOKENS, x.device, x.dtype)
     with Watch() as forward:
         out = block(x, cos, sin)
@@ -98,6 +71,70 @@ def test_fewer_bytes_are_kept(outcomes: dict[str, Outcome]) -> None:
     kept = {mode: outcomes[mode].kept for mode in MODES}
     assert kept["full"] < 2 * activation, "no more than a block's output"
     assert 4 * activation < kept["selective"] < 0.8 * kept["none"], kept
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_selective_keeps_what_is_planned(dtype: torch.dtype) -> None:
+    """q, k, v, attention with its sums, wo, w1, w3: no output of w2. And the block's output, which is not its own."""
+    outcome = run("selective", dtype)
+    key = SIZE.n_kv_heads * SIZE.head_dim
+    values = 2 * TOKENS * (3 * SIZE.dim + 2 * key + 2 * SIZE.ffn_dim)
+    expected = values * dtype.itemsize + 2 * TOKENS * SIZE.n_heads * 4
+    assert outcome.kept - outcome.out.nbytes == expected
+    workload = Workload(
+        Transformer.of(SIZE),
+        MeshSpec.of(),
+        (1,),
+        "1F1B",
+        TOKENS,
+        microbatch_size=2,
+        microbatches=1,
+        recompute="selective",
+        compute=str(dtype).removeprefix("torch."),
+    )
+    ((block, _),) = stage_of(workload, 0, "cpu").blocks(True)
+    assert forward_span(block).growth - outcome.out.nbytes == expected
+
+
+class Reused(nn.Module):
+    """Two products, the first of which leads to nothing but the second; with what else an instance is told to do."""
+
+    def __init__(self, then: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.first(x)
+        return self.then(one, self.second(one))
+
+
+def test_the_last_product_is_made_again_where_backward_needs_it() -> None:
+    found = {}
+    for mode in ("none", "selective"):
+        torch.manual_seed(0)
+        module = recompute.apply(Reused(lambda one, two: one * two.sin()), mode)
+        x = torch.randn(2, 3, requires_grad=True)
+        out = module(x)
+        with Watch() as backward:
+            out.sum().backward()
+        found[mode] = (x.grad, backward.calls["mm"])
+    assert torch.equal(found["none"][0], found["selective"][0])
+    assert found["selective"][1] == found["none"][1] + 1
+
+
+def test_an_output_that_is_kept_may_not_be_written_to() -> None:
+    module = recompute.apply(Reused(lambda one, two: one.add_(1) * two), "selective")
+    with pytest.raises(AssertionError, match=r"add_\.Tensor writes into what selective recompute keeps"):
+        module(torch.randn(2, 3, requires_grad=True))
+
+
+def test_backward_goes_through_once() -> None:
+    module = recompute.apply(Reused(lambda one, two: one * two), "selective")
+    loss = module(torch.randn(2, 3, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="for the second time"):
+        loss.backward()
 
 
 def test_only_what_is_cheap_is_made_again(outcomes: dict[str, Outcome]) -> None:

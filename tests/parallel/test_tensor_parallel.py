@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.utils._python_dispatch import TorchDispatchMode
+from watch import Watch
 
 from koushi.data.samples import IGNORE_INDEX
 from koushi.layout import Replicate, Shard
@@ -29,6 +31,9 @@ from koushi.parallel import recompute, tensor
 from koushi.parallel.collectives import ALL_GATHER, REDUCE_SCATTER
 from koushi.parallel.compose import tensor_parallel_options
 from koushi.parallel.device_mesh import build_mesh
+from koushi.plan.lifetimes import forward_span
+from koushi.plan.stages import stage_of
+from koushi.plan.workload import Transformer, Workload
 
 VOCABULARY = 10
 SIZE = LlamaSize(vocab_size=VOCABULARY, dim=16, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=24)
@@ -250,6 +255,62 @@ def selective_recompute_gathers_again_and_sums_once() -> None:
         assert all(torch.equal(*pair) for pair in zip(gradients[mode], gradients["none"], strict=True))
 
 
+def selective_recompute_keeps_what_is_planned() -> None:
+    """Pieces of x, q, k, v, attention with its sums, the first scatter's sum, w1 and w3: nothing whole. And no product
+    is made again."""
+    submesh = tp_mesh()
+    kept, products = {}, {}
+    for mode in ("none", "selective"):
+        _, cut = block_pair(SIZE, submesh)
+        recompute.apply(cut.float(), mode)
+        x = torch.randn(2, 3, SIZE.dim, requires_grad=True)
+        cos, sin = Rotary(SIZE).tables(6, x.device, x.dtype)
+        with Watch() as forward:
+            out = cut(x, cos, sin)
+        besides = [parameter.to_local() for parameter in cut.parameters()]
+        kept[mode] = forward.bytes_alive((*besides, x, cos, sin)) - out.nbytes
+        with Watch() as backward:
+            out.pow(2).sum().backward()
+        products[mode] = backward.calls["mm"]
+    key = SIZE.n_kv_heads * SIZE.head_dim
+    values = 12 * (3 * SIZE.dim + 2 * key + 2 * SIZE.ffn_dim) // 2
+    assert kept["selective"] == 4 * values + 4 * 12 * SIZE.n_heads // 2, kept
+    assert products["selective"] == products["none"], products
+    for mode in ("none", "selective"):
+        workload = Workload(
+            Transformer.of(SIZE), MeshSpec.of(tp=2), (1,), "1F1B", 6, 2, 1, recompute=mode, compute="float32"
+        )
+        ((block, _),) = stage_of(workload, 0, "cpu").blocks(True)
+        assert forward_span(block).growth - out.nbytes == kept[mode], (mode, kept)
+
+
+class Sums(nn.Module):
+    """A product that is added up over ranks, and is used besides as an instance is told to."""
+
+    def __init__(self, submesh: DeviceMesh, besides: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.group, self.besides = submesh.get_group(), besides
+
+    def forward(self, x: Tensor) -> Tensor:
+        terms = self.first(x)
+        added = tensor.scatter_sum(terms, 0, self.group)
+        return self.second(added.sin() + self.besides(terms))
+
+
+def terms_of_a_sum_that_are_read_again_are_missed() -> None:
+    """Selective recompute has not kept them: better an error than another number."""
+    submesh = tp_mesh()
+    for besides, missed in ((lambda terms: 0, False), (lambda terms: terms[:2], True)):
+        module = recompute.apply(Sums(submesh, besides), "selective")
+        out = module(torch.randn(4, 2, requires_grad=True))
+        if not missed:
+            out.sum().backward()
+            continue
+        with pytest.raises(RuntimeError, match="meta"):
+            out.sum().backward()
+
+
 def tied_weights_stay_tied() -> None:
     submesh = tp_mesh()
     model = nn.ModuleDict({"table": Embedding(VOCABULARY, 4), "output": Linear(4, VOCABULARY)})
@@ -277,6 +338,8 @@ CHECKS: tuple[Check, ...] = (
     parameters_are_cut_as_they_lie,
     blocks_compute_their_share,
     selective_recompute_gathers_again_and_sums_once,
+    selective_recompute_keeps_what_is_planned,
+    terms_of_a_sum_that_are_read_again_are_missed,
     tied_weights_stay_tied,
     modules_it_cannot_localise_are_our_own_fault,
 )

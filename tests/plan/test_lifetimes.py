@@ -8,7 +8,6 @@ import pytest
 
 from koushi.mesh import MeshSpec
 from koushi.plan.lifetimes import Stretch, Weights, backward_span, forward_span, keeps_input, left_over
-from koushi.plan.operations import block_operations, block_shape
 from koushi.plan.spans import ACTIVATIONS, UNSHARDED_GRADIENTS
 from koushi.plan.stages import stage_of
 from koushi.plan.workload import Recompute, System, Transformer, Workload
@@ -26,10 +25,8 @@ def workload(model: Transformer = LLAMA, tp: int = 1, **system: bool) -> Workloa
 
 
 def stretch(one: Workload, recompute: Recompute = "none") -> Stretch:
-    ops = block_operations(block_shape(one, "gpu"))
-    kept = frozenset(op.makes for op in ops if op.kept) if recompute == "selective" else frozenset()
-    stream = TOKENS * DIM * 2 // (one.mesh.degree("tp") if one.system.sequence_parallel else 1)
-    return Stretch(ops, WEIGHTS, stream, recompute=recompute, kept=kept)
+    ((part, _),) = stage_of(replace(one, recompute=recompute), 0, "gpu").blocks(True)
+    return replace(part, weights=WEIGHTS)
 
 
 def kept(one: Workload, recompute: Recompute = "none") -> int:
@@ -56,12 +53,27 @@ def test_float32_with_grouped_heads_has_no_fused_kernel() -> None:
     assert kept(single) - kept(flash) == 4 * (scores - TOKENS * HEADS)
 
 
-def test_selective_keeps_matmuls_and_attention() -> None:
+def test_selective_keeps_of_matmuls_and_attention_what_backward_needs() -> None:
     key = 2 * (DIM // HEADS)
-    elements = TOKENS * (
-        DIM + DIM + 2 * key + DIM + DIM + 2 * FFN + DIM
-    )  # x, q, k, v, mixed, projected, gate, up, down
+    elements = TOKENS * (DIM + DIM + 2 * key + DIM + DIM + 2 * FFN)  # x, q, k, v, mixed, projected, gate, up
     assert kept(workload(), "selective") == 2 * elements + 4 * TOKENS * HEADS
+    # The scatter's output stands in for what it adds up: everything is divided.
+    assert kept(workload(tp=2), "selective") == elements + 4 * TOKENS * HEADS // 2
+
+
+def test_torchs_own_selective_keeps_them_all() -> None:
+    wide = TOKENS * DIM
+    assert kept(workload(keeps_every_output=True), "selective") - kept(workload(), "selective") == 2 * wide
+    # projected, down and what the last scatter gives
+    more = kept(workload(tp=2, keeps_every_output=True), "selective") - kept(workload(tp=2), "selective")
+    assert more == 2 * (wide + wide + wide // 2)
+
+
+def test_what_a_scatter_adds_up_is_neither_kept_nor_made_again() -> None:
+    part = stretch(workload(tp=2), "selective")
+    assert part.skipped == {"projected", "down"}
+    assert part.kept == {"q", "k", "v", "mixed", "attended", "gate", "up"}
+    assert stretch(workload(), "selective").skipped == frozenset()
 
 
 def test_full_keeps_the_input() -> None:
@@ -121,4 +133,7 @@ def test_a_share_of_layers_and_of_matmuls() -> None:
     ]
     other = replace(workload(), recompute="selective", system=System(kept_matmuls=0.5))
     ((part, _),) = stage_of(other, 0, "gpu").blocks(True)
+    assert part.kept == {"q", "v", "mixed", "gate"}
+    every = replace(other, system=System(kept_matmuls=0.5, keeps_every_output=True))
+    ((part, _),) = stage_of(every, 0, "gpu").blocks(True)
     assert part.kept == {"q", "v", "mixed", "gate", "down"}

@@ -64,12 +64,15 @@ def test_there_are_examples() -> None:
     assert [path.stem for path in EXAMPLES] == ["llama3_405b", "llama3_70b", "llama3_8b"]
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("llama3_8b", "64"), ("llama3_70b", "512"), ("llama3_405b", "8192")])
-def test_the_examples_go_with_other_clusters(name: str, gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["--dp-shard=-1"]
-    assert (
-        run(str(ROOT / "examples" / f"{name}.yaml"), "--gpus", gpus, *overrides, "training.global_batch_size=2048") == 0
-    )
+@pytest.mark.parametrize(
+    ("name", "gpus", "samples"),
+    [("llama3_8b", "64", 2048), ("llama3_70b", "512", 2048), ("llama3_405b", "8192", 1024)],
+)
+def test_the_examples_go_with_other_clusters(
+    name: str, gpus: str, samples: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, batch = str(ROOT / "examples" / f"{name}.yaml"), f"training.global_batch_size={samples}"
+    assert run(path, "--gpus", gpus, "--dp-shard=-1", batch) == 0
     assert f"devices  {int(gpus):,} x h100-sxm-80gb" in capsys.readouterr().out
 
 
