@@ -22,7 +22,7 @@ class Scored:
     run: Run
     step_seconds: float
     memory_gib: float
-    """The fullest rank's, of the kind that the source measured."""
+    """Of the rank and the kind that the source measured; the fullest rank's where it doesn't say."""
     fits: bool
     """Whether the fullest rank's device memory is within the device's."""
 
@@ -44,10 +44,11 @@ class Scored:
 
 def score(run: Run) -> Scored:
     ranks = every_rank(run.workload, run.hardware)
+    measured = ranks[:1] if run.memory_of_first else ranks
     return Scored(
         run=run,
         step_seconds=step_time(run.workload, run.hardware).seconds,
-        memory_gib=max(getattr(rank, run.memory) for rank in ranks) / GIB,
+        memory_gib=max(getattr(rank, run.memory) for rank in measured) / GIB,
         fits=max(rank.device for rank in ranks) <= run.hardware.chip.memory_bytes,
     )
 
