@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from koushi.accuracy.__main__ import BEGIN, DOCUMENT, END, main
-from koushi.accuracy.published import LeftOut, Run, described
+from koushi.accuracy.published import LeftOut, described
 from koushi.accuracy.rows import FAILED, MEASURED, read
 from koushi.accuracy.score import Scored, SourceScore, by_source, score
 from koushi.accuracy.text import error_bars, report
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 @dataclass(frozen=True)
 class Held:
-    runs: tuple[Run, ...]
+    ran: tuple[Scored, ...]
     left_out: tuple[LeftOut, ...]
     failed: tuple[Scored, ...]
     scores: tuple[SourceScore, ...]
@@ -34,8 +34,8 @@ def held() -> Held:
     """Every shipped run, planned once."""
     runs, left_out = described(read(MEASURED))
     lost, left_out_lost = described(read(FAILED))
-    failed = tuple(score(run) for run in lost)
-    return Held(runs, (*left_out, *left_out_lost), failed, by_source([score(run) for run in runs], failed))
+    ran, failed = tuple(score(run) for run in runs), tuple(score(run) for run in lost)
+    return Held(ran, (*left_out, *left_out_lost), failed, by_source(ran, failed))
 
 
 TIME = {
@@ -98,7 +98,7 @@ def test_mean_over_sources(held: Held, quantity: str, figure: str, most: float) 
 
 def test_the_document_shows_what_the_command_prints(held: Held) -> None:
     shown = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    assert shown.strip() == f"```text\n{report(held.scores, held.runs, held.left_out, held.failed)}\n```"
+    assert shown.strip() == f"```text\n{report(held.scores, held.ran, held.left_out, held.failed)}\n```"
 
 
 def test_the_error_bars_of_the_plan_are_these(held: Held) -> None:
