@@ -117,9 +117,9 @@ NANOTRON_OPERATIONS = 285.0
 
 
 def _later_nanotron(row: Row) -> bool:
-    """Whether a run is of the version that gathers again in backward. No row says; most rows with two stages, and
-    with tp 32 and a pipeline, have only the memory for that."""
-    return row.pp == 2 or ((row.tp or 1) > 16 and (row.pp or 1) > 1)
+    """Whether a run is of the version that gathers again in backward. No row says; most rows with two stages on
+    several nodes, and with tp 32 and a pipeline, have only the memory for that."""
+    return (row.pp == 2 and (row.gpus or 0) > 8) or ((row.tp or 1) > 16 and (row.pp or 1) > 1)
 
 
 def _nanotron(row: Row) -> Described:
