@@ -12,8 +12,8 @@ from koushi.plan.spans import STREAMS, Span
 from koushi.plan.workload import Workload
 
 UNUSED = 0.08
-"""Share of a pool that blocks and segments leave unused: what one size has freed serves another badly, since free blocks
-of different segments never join. As published runs show it."""
+"""Share of a pool that blocks and segments leave unused: what one size has freed serves another badly, since free
+blocks of different segments never join. As published runs show it."""
 UNUSED_EXPANDABLE = 0.05
 """The same where segments grow, so that all that is free lies side by side."""
 CONTEXT = 600 << 20
