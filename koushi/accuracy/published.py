@@ -60,8 +60,10 @@ class Run:
     memory: MeasuredMemory
     memory_of_first: bool
     """Whether the memory is rank 0's, not the fullest's."""
+    stated_seconds: float | None
+    """Of a step, as the row states or implies; None where it doesn't."""
     step_seconds: float | None
-    """Measured; None where there is none, or ``spoiled``."""
+    """The same, None where ``spoiled``."""
     memory_gib: float | None
     """Measured; None where there is none, or ``spoiled``."""
     spoiled: str | None
@@ -153,13 +155,15 @@ def _run(row: Row, heads: Mapping[tuple[str, int], int]) -> Run | LeftOut:
     spoiled = _spoiled(row)
     stalled = _slowed(row, workload, hardware)
     doubted = spoiled is not None or "looks like a source typo" in row.notes
+    stated = _step_seconds(row, workload)
     return Run(
         row=row,
         workload=workload,
         hardware=hardware,
         memory=measured_memory(row),
         memory_of_first=measured_first(row),
-        step_seconds=None if spoiled or stalled else _step_seconds(row, workload),
+        stated_seconds=stated,
+        step_seconds=None if spoiled or stalled else stated,
         memory_gib=None if doubted else row.memory_gib,
         spoiled=spoiled or stalled,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import mean
 
 from koushi.accuracy.held_out import MEMORY, TIME, HeldOut, held_out
-from koushi.accuracy.published import LeftOut, Run
+from koushi.accuracy.published import LeftOut
 from koushi.accuracy.score import Errors, Fit, Scored, SourceScore, layout_of, over_sources
 from koushi.units import counted
 
@@ -83,12 +83,24 @@ def _fit_line(name: str, fit: Fit) -> Cells:
     return (name, str(ran), str(failed), _number(fit.precision), _number(fit.recall), _number(fit.caught))
 
 
-def left_out_table(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> str:
-    """How many rows of which source are not scored, and why."""
+def left_out_table(ran: Sequence[Scored], left_out: Sequence[LeftOut]) -> str:
+    """How many rows of which source are not scored, why, and how far off they would be."""
     counts = Counter((one.row.source, one.reason) for one in left_out)
-    counts.update((one.row.source, one.spoiled) for one in runs if one.spoiled)
-    lines = [(str(count), source, reason) for (source, reason), count in sorted(counts.items())]
-    return _columns([("rows", "source", "left out because"), *lines]) if lines else "no row is left out"
+    errors: dict[tuple[str, str], list[float]] = {}
+    for one in ran:
+        if one.run.spoiled is not None:
+            key = (one.source, one.run.spoiled)
+            counts[key] += 1
+            if one.run.stated_seconds:
+                errors.setdefault(key, []).append(one.step_seconds / one.run.stated_seconds - 1)
+    if not counts:
+        return "no row is left out"
+    lines = []
+    for (source, reason), count in sorted(counts.items()):
+        found = Errors.of(errors.get((source, reason), ()))
+        figures = (_percent(found.median), _percent(found.bias, signed=True)) if found else ("", "")
+        lines.append((str(count), source, reason, *figures))
+    return _columns([("rows", "source", "left out because", "time p50", "bias"), *lines])
 
 
 def held_out_table(time: Sequence[HeldOut], memory: Sequence[HeldOut]) -> str:
@@ -197,7 +209,7 @@ def report(
         pieces += ["Each source scaled by what centres the others", held_out_table(time, memory)]
     if any(one.fit for one in scores):
         pieces += ["Does it fit?", fits_table(scores)]
-    return "\n\n".join([*pieces, left_out_table([one.run for one in ran], left_out)])
+    return "\n\n".join([*pieces, left_out_table(ran, left_out)])
 
 
 def error_bars(scores: Sequence[SourceScore]) -> dict[str, dict[str, float]]:
