@@ -25,7 +25,7 @@ from koushi.accuracy.score import (
     spread,
     sweeps,
 )
-from koushi.accuracy.text import error_bars, fits_table, held_out_table, table
+from koushi.accuracy.text import error_bars, fits_table, held_out_table, left_out_table, table
 
 
 def scored(measured: float, predicted: float, fits: bool = True, **cells: str) -> Scored:
@@ -123,6 +123,14 @@ def test_a_source_is_scaled_by_what_centres_the_others() -> None:
     lines = held_out_table(held_out([*here, *others], TIME), held_out([*here, *others], MEMORY)).splitlines()
     assert lines[1].split()[:6] == ["llm-foundry", "1", "50.0%", "36.4%", "50.0%", "36.4%"]
     assert lines[-1].startswith("mean of sources")
+
+
+def test_rows_left_out_are_shown_with_how_far_off_they_would_be() -> None:
+    runs, left_out = described([row(mfu_pct="1.4", step_time_s="4.0"), row(moe="True")])
+    shown = left_out_table([Scored(runs[0], 3.0, 50.0, fits=True)], left_out).splitlines()
+    assert shown[1].split() == ["1", "torchtitan-example", "below", "2%", "MFU", "25.0%", "-25.0%"]
+    assert shown[2].split() == ["1", "torchtitan-example", "mixture", "of", "experts"]
+    assert left_out_table([scored(1.0, 1.0)], []) == "no row is left out"
 
 
 def test_the_table_shows_what_there_is() -> None:
