@@ -51,7 +51,7 @@ def main(
     ran = [score(run) for run in wanted]
     not_run = [score(run) for run in wanted_lost]
     scores = by_source(ran, not_run)
-    text = report(scores, wanted, (*left_out, *left_out_lost), not_run)
+    text = report(scores, ran, (*left_out, *left_out_lost), not_run)
     if write:
         ACCURACY.write_text(json.dumps(error_bars(scores), indent=2) + "\n", encoding="utf-8")
         if DOCUMENT.exists():

@@ -10,14 +10,17 @@ from dataclasses import dataclass, replace
 from koushi.accuracy.models import transformer
 from koushi.accuracy.rows import Row
 from koushi.accuracy.stages import schedule_of, stage_layers
-from koushi.accuracy.systems import MeasuredMemory, describe, measured_memory, name_of
+from koushi.accuracy.systems import MeasuredMemory, describe, measured_first, measured_memory, name_of
 from koushi.errors import ConfigError
 from koushi.hardware.hardware import Hardware, load, names
 from koushi.mesh import MeshSpec
+from koushi.plan.memory import memory
 from koushi.plan.workload import Transformer, Workload
 from koushi.schedules import microbatches_fit
 
 SLOW_TWIN = 2.0
+"""Repeats differ by 5 to 25%, says the data's README."""
+SLOW = "time only: likes were more than twice as fast"
 LOW_MFU = 2.0
 """Percent. Runs below say nothing about physics: the data's README."""
 
@@ -55,8 +58,12 @@ class Run:
     workload: Workload
     hardware: Hardware
     memory: MeasuredMemory
+    memory_of_first: bool
+    """Whether the memory is rank 0's, not the fullest's."""
+    stated_seconds: float | None
+    """Of a step, as the row states or implies; None where it doesn't."""
     step_seconds: float | None
-    """Measured; None where there is none, or ``spoiled``."""
+    """The same, None where ``spoiled``."""
     memory_gib: float | None
     """Measured; None where there is none, or ``spoiled``."""
     spoiled: str | None
@@ -81,26 +88,46 @@ def described(rows: Iterable[Row]) -> tuple[tuple[Run, ...], tuple[LeftOut, ...]
 
 
 def _without_slow_twins(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Runs that took more than ``SLOW_TWIN`` times as long as one that differs in its ZeRO stage at most say
-    nothing."""
-    fastest: dict[tuple[object, ...], float] = {}
+    """Runs that took more than ``SLOW_TWIN`` times as long as their likes say nothing.
+
+    A like differs in its ZeRO stage, and has as many replicas or more: each microbatch then takes no less, and what
+    replicas send no less, so that the step is at most longer by how many more microbatches it has.
+    """
+    likes: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
         if run.step_seconds is not None:
-            twin = _twin(run)
-            fastest[twin] = min(run.step_seconds, fastest.get(twin, run.step_seconds))
+            likes.setdefault(_alike(run), []).append(run)
     return tuple(
-        replace(run, step_seconds=None, spoiled="time only: a run of the same layout was more than twice as fast")
-        if run.step_seconds is not None and run.step_seconds > SLOW_TWIN * fastest[_twin(run)]
+        replace(run, step_seconds=None, spoiled=SLOW)
+        if run.step_seconds is not None and run.step_seconds > SLOW_TWIN * _longest(run, likes[_alike(run)])
         else run
         for run in runs
     )
 
 
-def _twin(run: Run) -> tuple[object, ...]:
+def _alike(run: Run) -> tuple[object, ...]:
+    """What likes have in common."""
+    workload = run.workload
+    degrees = {name: workload.mesh.degree(name) for name in workload.mesh.names}
     return (
         run.row.source,
         run.hardware.name,
-        replace(run.workload, system=replace(run.workload.system, sharding="none")),
+        replace(
+            workload,
+            mesh=MeshSpec.of(**(degrees | {"dp_replicate": 1})),
+            microbatches=1,
+            system=replace(workload.system, sharding="none", overlap_data_parallel=True),
+        ),
+    )
+
+
+def _longest(run: Run, likes: Sequence[Run]) -> float:
+    """Seconds that ``run`` may take by those of its likes, itself among them."""
+    replicas, microbatches = run.workload.mesh.degree("dp_replicate"), run.workload.microbatches
+    return min(
+        (like.step_seconds or 0.0) * max(1.0, microbatches / like.workload.microbatches)
+        for like in likes
+        if like.workload.mesh.degree("dp_replicate") >= replicas
     )
 
 
@@ -128,18 +155,23 @@ def _run(row: Row, heads: Mapping[tuple[str, int], int]) -> Run | LeftOut:
     spoiled = _spoiled(row)
     stalled = _slowed(row, workload, hardware)
     doubted = spoiled is not None or "looks like a source typo" in row.notes
+    stated = _step_seconds(row, workload)
     return Run(
         row=row,
         workload=workload,
         hardware=hardware,
         memory=measured_memory(row),
-        step_seconds=None if spoiled or stalled else _step_seconds(row, workload),
+        memory_of_first=measured_first(row),
+        stated_seconds=stated,
+        step_seconds=None if spoiled or stalled else stated,
         memory_gib=None if doubted else row.memory_gib,
         spoiled=spoiled or stalled,
     )
 
 
 NEARLY_FULL = 0.9
+TOLD_APART = 0.12
+"""Share of its memory by which two versions must differ to be told apart by it."""
 
 
 def _slowed(row: Row, workload: Workload, hardware: Hardware) -> str | None:
@@ -147,8 +179,9 @@ def _slowed(row: Row, workload: Workload, hardware: Hardware) -> str | None:
 
     With tp and a pipeline that crosses nodes, each block and microbatch took 7.7, 12.5, 20.8, 46 and 115 ms at tp 2,
     4, 8, 16 and 32, whatever the model's size from 1B to 80B, where runs within a node or without a pipeline took
-    4.4 (8 and 15 at tp 16 and 32): a defect. Runs that came within a tenth of the device's memory took 3 to 10 times
-    as long as their likes: the allocator gave back and asked again in every step.
+    4.4 (8 and 15 at tp 16 and 32): a defect. Its version gathers again in backward, which runs without a pipeline
+    show by their memory: those, too, took up to five times as long as their likes. Runs that came within a tenth of
+    the device's memory took 3 to 10 times as long: the allocator gave back and asked again in every step.
     """
     if name_of(row) != "nanotron":
         return None
@@ -158,7 +191,23 @@ def _slowed(row: Row, workload: Workload, hardware: Hardware) -> str | None:
         return "time only: its pipeline between nodes stalls tensor parallel"
     if (row.memory_gib or 0.0) > NEARLY_FULL * hardware.chip.memory_gib:
         return "time only: nearly out of memory"
+    if mesh.degree("pp") == 1 and _gathers_again(row, workload, hardware):
+        return "time only: by its memory of the version that stalls tensor parallel"
     return None
+
+
+def _gathers_again(row: Row, workload: Workload, hardware: Hardware) -> bool:
+    """Whether a run must have gathered again in backward: it had not the memory to keep what was gathered, or its
+    memory is nearer to that of doing without."""
+    if workload.mesh.degree("tp") == 1 or row.memory_gib is None:
+        return False
+    kept, again = (
+        memory(replace(workload, system=replace(workload.system, keeps_gathered=keeps)), 0, hardware)
+        for keeps in (True, False)
+    )
+    if kept.reserved - again.reserved < TOLD_APART * kept.reserved:
+        return False
+    return kept.device > hardware.chip.memory_bytes or row.memory_gib * 2**30 < (kept.reserved + again.reserved) / 2
 
 
 def _unplanned(row: Row) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from math import exp, log, sqrt
+from random import Random
+from statistics import mean, median, variance
 
 from koushi.accuracy.published import Run
 from koushi.plan.memory import every_rank
@@ -22,7 +24,7 @@ class Scored:
     run: Run
     step_seconds: float
     memory_gib: float
-    """The fullest rank's, of the kind that the source measured."""
+    """Of the rank and the kind that the source measured; the fullest rank's where it doesn't say."""
     fits: bool
     """Whether the fullest rank's device memory is within the device's."""
 
@@ -44,10 +46,11 @@ class Scored:
 
 def score(run: Run) -> Scored:
     ranks = every_rank(run.workload, run.hardware)
+    measured = ranks[:1] if run.memory_of_first else ranks
     return Scored(
         run=run,
         step_seconds=step_time(run.workload, run.hardware).seconds,
-        memory_gib=max(getattr(rank, run.memory) for rank in ranks) / GIB,
+        memory_gib=max(getattr(rank, run.memory) for rank in measured) / GIB,
         fits=max(rank.device for rank in ranks) <= run.hardware.chip.memory_bytes,
     )
 
@@ -168,6 +171,36 @@ def correlation(left: Sequence[float], right: Sequence[float]) -> float:
     return sum((x - a) * (y - b) for x, y in zip(left, right, strict=True)) / spread**0.5 if spread else 0.0
 
 
+DRAWS = 500
+"""Of every sweep, from a seed of its own: the figure is the same every time."""
+
+
+def spread(scored: Iterable[Scored]) -> float | None:
+    """Standard deviation of the logarithm of step time between runs of the same workload; None without repeats.
+
+    A figure printed twice is one measurement.
+    """
+    repeats: dict[tuple[object, ...], set[float]] = {}
+    for one in scored:
+        if one.run.step_seconds is not None:
+            key = (one.source, one.run.row.precision, one.run.hardware.name, one.run.workload)
+            repeats.setdefault(key, set()).add(one.run.step_seconds)
+    squares = [variance([log(seconds) for seconds in times]) for times in repeats.values() if len(times) > 1]
+    return sqrt(mean(squares)) if squares else None
+
+
+def attainable(sweep: Sweep, deviation: float) -> float:
+    """The rank correlation that a second run of the same layouts would have with the first, on average.
+
+    The measured times stand for the true ones, so where the noise is large this is too hopeful.
+    """
+    chance, measured = Random(0), ranks(sweep.measured)
+    return mean(
+        correlation(measured, ranks([seconds * exp(chance.gauss(0.0, deviation)) for seconds in sweep.measured]))
+        for _ in range(DRAWS)
+    )
+
+
 @dataclass(frozen=True)
 class Fit:
     """How often "fits" was said of runs that ran and of runs that did not."""
@@ -208,6 +241,8 @@ class SourceScore:
     time: Errors | None
     memory: Errors | None
     sweeps: tuple[Sweep, ...]
+    ceiling: float | None
+    """The rank correlation that its own repeats would reach; None where there are no repeats or no sweeps."""
     fit: Fit | None
     """None where no failed run is known."""
 
@@ -231,12 +266,14 @@ def by_source(ran: Sequence[Scored], failed: Sequence[Scored]) -> tuple[SourceSc
     for source in sources:
         here = [one for one in ran if one.source == source]
         lost = [one for one in failed if one.source == source]
+        swept, deviation = sweeps(here), spread(here)
         found.append(
             SourceScore(
                 source=source,
                 time=Errors.of(one.time_error for one in here),
                 memory=Errors.of(one.memory_error for one in here),
-                sweeps=sweeps(here),
+                sweeps=swept,
+                ceiling=mean(attainable(sweep, deviation) for sweep in swept) if swept and deviation else None,
                 fit=Fit.of([one.fits for one in here], [one.fits for one in lost]) if lost else None,
             )
         )

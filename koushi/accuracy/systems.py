@@ -35,6 +35,12 @@ def measured_memory(row: Row) -> MeasuredMemory:
     return "active" if "max allocated" in notes or "max_memory_allocated" in notes else "reserved"
 
 
+def measured_first(row: Row) -> bool:
+    """Whether a row's memory is rank 0's, and so the first stage's: nanotron's table is written by that rank
+    (``log_throughput`` in ``logging/``). Else the fullest's is meant."""
+    return name_of(row) == "nanotron"
+
+
 def describe(row: Row) -> Described:
     """By the source's name, then by what the notes name, then by the ZeRO stage."""
     return _modes(row, SYSTEMS[name_of(row)](row))
@@ -74,7 +80,11 @@ def _torchtitan(row: Row) -> Described:
     if row.date >= CUDNN_FIRST:
         system = replace(system, attention_kernel="flash3")
     system = replace(
-        system, sequence_parallel=_cut_sequence(row, True), gathers_float8=tensorwise, distributed_loss=True
+        system,
+        sequence_parallel=_cut_sequence(row, True),
+        gathers_float8=tensorwise,
+        distributed_loss=True,
+        expandable_segments=True,
     )
     if any(word in row.notes for word in ("SimpleFSDP", "graph_trainer", "_inductor")):
         system = replace(system, own_streams=False)
@@ -107,9 +117,9 @@ NANOTRON_OPERATIONS = 285.0
 
 
 def _later_nanotron(row: Row) -> bool:
-    """Whether a run is of the version that gathers again in backward. No row says; most rows with two stages, and
-    with tp 32 and a pipeline, have only the memory for that."""
-    return row.pp == 2 or ((row.tp or 1) > 16 and (row.pp or 1) > 1)
+    """Whether a run is of the version that gathers again in backward. No row says; most rows with two stages on
+    several nodes, and with tp 32 and a pipeline, have only the memory for that."""
+    return (row.pp == 2 and (row.gpus or 0) > 8) or ((row.tp or 1) > 16 and (row.pp or 1) > 1)
 
 
 def _nanotron(row: Row) -> Described:
@@ -122,6 +132,8 @@ def _nanotron(row: Row) -> Described:
         copies=2.0 if (row.dp_replicate or 1) * (row.dp_shard or 1) > 1 else 0.0,
         fused_projections=True,
         keeps_gathered=not _later_nanotron(row),
+        overlap_data_parallel=row.zero_stage == 0,
+        gathers_update="at_once",
         host_operations=NANOTRON_OPERATIONS,
     )
     return Described(_zero1(row, system), "bfloat16", "float32", "none")
@@ -164,7 +176,12 @@ def _megatron_deepspeed(row: Row) -> Described:
 
 def _internevo(row: Row) -> Described:
     system = System(
-        sequence_parallel=_cut_sequence(row, False), attention_kernel="flash1", fused=True, fused_projections=True
+        sequence_parallel=_cut_sequence(row, False),
+        attention_kernel="flash1",
+        fused=True,
+        fused_projections=True,
+        # Where state is shared out within a node, so are the broadcasts, and gradients are summed between nodes.
+        gathers_update="by_owner" if "zero1 group=all DP" in row.notes else "by_unit",
     )
     return Described(_zero1(row, system), "bfloat16", "bfloat16", "none")
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import mean
 
-from koushi.accuracy.published import LeftOut, Run
+from koushi.accuracy.held_out import MEMORY, TIME, HeldOut, held_out
+from koushi.accuracy.published import LeftOut
 from koushi.accuracy.score import Errors, Fit, Scored, SourceScore, layout_of, over_sources
 from koushi.units import counted
 
@@ -17,7 +18,7 @@ def table(scores: Sequence[SourceScore]) -> str:
     """By source, and the mean of the sources."""
     head = (
         *("source", "runs", "time p50", "p90", "bias", "runs", "memory p50", "p90", "bias"),
-        *("sweeps", "rank corr.", "regret p50", "mean"),
+        *("sweeps", "rank corr.", "at best", "regret p50", "mean"),
     )
     lines = [_line(one.source, one) for one in scores if one.time or one.memory]
     every = [one for one in scores if one.time or one.memory]
@@ -31,6 +32,7 @@ def _line(name: str, one: SourceScore) -> Cells:
         *_errors(one.memory),
         str(len(one.sweeps) or ""),
         _number(one.rank_correlation),
+        _number(one.ceiling),
         _percent(one.regret),
         _percent(one.mean_regret),
     )
@@ -58,6 +60,7 @@ def _mean_line(scores: Sequence[SourceScore]) -> Cells:
         *(_percent(value, signed=place == 2) for place, value in enumerate(memory)),
         "",
         _number(over(lambda one: one.rank_correlation)),
+        "",
         _percent(over(lambda one: one.regret)),
         _percent(over(lambda one: one.mean_regret)),
     )
@@ -80,12 +83,51 @@ def _fit_line(name: str, fit: Fit) -> Cells:
     return (name, str(ran), str(failed), _number(fit.precision), _number(fit.recall), _number(fit.caught))
 
 
-def left_out_table(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> str:
-    """How many rows of which source are not scored, and why."""
+def left_out_table(ran: Sequence[Scored], left_out: Sequence[LeftOut]) -> str:
+    """How many rows of which source are not scored, why, and how far off they would be."""
     counts = Counter((one.row.source, one.reason) for one in left_out)
-    counts.update((one.row.source, one.spoiled) for one in runs if one.spoiled)
-    lines = [(str(count), source, reason) for (source, reason), count in sorted(counts.items())]
-    return _columns([("rows", "source", "left out because"), *lines]) if lines else "no row is left out"
+    errors: dict[tuple[str, str], list[float]] = {}
+    for one in ran:
+        if one.run.spoiled is not None:
+            key = (one.source, one.run.spoiled)
+            counts[key] += 1
+            if one.run.stated_seconds:
+                errors.setdefault(key, []).append(one.step_seconds / one.run.stated_seconds - 1)
+    if not counts:
+        return "no row is left out"
+    lines = []
+    for (source, reason), count in sorted(counts.items()):
+        found = Errors.of(errors.get((source, reason), ()))
+        figures = (_percent(found.median), _percent(found.bias, signed=True)) if found else ("", "")
+        lines.append((str(count), source, reason, *figures))
+    return _columns([("rows", "source", "left out because", "time p50", "bias"), *lines])
+
+
+def held_out_table(time: Sequence[HeldOut], memory: Sequence[HeldOut]) -> str:
+    """Errors as they are, and scaled by what centres the other sources."""
+    head = (
+        *("source", "runs", "time p50", "scaled", "p90", "scaled"),
+        *("runs", "memory p50", "scaled", "p90", "scaled"),
+    )
+    sides = [{one.source: one for one in side} for side in (time, memory)]
+    names = sorted({one.source for one in (*time, *memory)})
+    lines = [(name, *(cell for side in sides for cell in _held_out(side.get(name)))) for name in names]
+    means = ("mean of sources", *(cell for side in (time, memory) for cell in ("", *_held_out_mean(side))))
+    return _columns([head, *lines, means])
+
+
+def _held_out(one: HeldOut | None) -> Cells:
+    if one is None:
+        return ("", "", "", "", "")
+    figures = (one.as_is.median, one.scaled.median, one.as_is.p90, one.scaled.p90)
+    return (str(one.as_is.runs), *(_percent(figure) for figure in figures))
+
+
+def _held_out_mean(side: Sequence[HeldOut]) -> Cells:
+    if not side:
+        return ("", "", "", "")
+    columns = zip(*((one.as_is.median, one.scaled.median, one.as_is.p90, one.scaled.p90) for one in side), strict=True)
+    return tuple(_percent(mean(column)) for column in columns)
 
 
 def rows_table(scored: Iterable[Scored]) -> str:
@@ -154,17 +196,20 @@ def _columns(lines: Sequence[Cells]) -> str:
 
 
 def report(
-    scores: Sequence[SourceScore], runs: Sequence[Run], left_out: Sequence[LeftOut], failed: Sequence[Scored]
+    scores: Sequence[SourceScore], ran: Sequence[Scored], left_out: Sequence[LeftOut], failed: Sequence[Scored]
 ) -> str:
     """The whole report."""
     pieces = [
-        f"{counted(len(runs), 'run')} planned, {counted(len(left_out), 'row')} left out, "
+        f"{counted(len(ran), 'run')} planned, {counted(len(left_out), 'row')} left out, "
         f"{counted(len(failed), 'failed run')} planned",
         table(scores),
     ]
+    time, memory = held_out(ran, TIME), held_out(ran, MEMORY)
+    if time or memory:
+        pieces += ["Each source scaled by what centres the others", held_out_table(time, memory)]
     if any(one.fit for one in scores):
         pieces += ["Does it fit?", fits_table(scores)]
-    return "\n\n".join([*pieces, left_out_table(runs, left_out)])
+    return "\n\n".join([*pieces, left_out_table(ran, left_out)])
 
 
 def error_bars(scores: Sequence[SourceScore]) -> dict[str, dict[str, float]]:
@@ -192,6 +237,7 @@ def as_json(scores: Iterable[SourceScore]) -> dict[str, object]:
             "memory": errors(one.memory),
             "sweeps": len(one.sweeps),
             "rank_correlation": one.rank_correlation,
+            "rank_correlation_at_best": one.ceiling,
             "regret": {"median": one.regret, "mean": one.mean_regret},
             "fit": one.fit
             and {"precision": one.fit.precision, "recall": one.fit.recall, "failures_caught": one.fit.caught},

@@ -67,6 +67,7 @@ def collective_seconds(hardware: Hardware, operation: Operation, size: float, gr
     if group.domains > 1:
         latency = inside.call_us + network.call_us + 2 * network.hop_us * log2(group.domains)
         latency += 2 * inside.hop_us * (group.ranks - 1)
-        # A ring passes to its neighbours; the ways of a tree cross.
-        bandwidth /= 1 + network.crowding * (group.domains - 1)
+        # A ring passes to its neighbours; the ways of a tree cross, those of all ranks that a domain has in the group.
+        share = group.ranks / max(inside.devices, group.ranks)
+        bandwidth /= 1 + network.crowding * (group.domains - 1) * share
     return latency * 1e-6 + size * passes / bandwidth

@@ -95,7 +95,8 @@ class Link:
     hop_us: float
     """Latency of one hop from rank to rank."""
     crowding: float
-    """How much an all-reduce's bandwidth falls with every further domain: 1 / (1 + crowding x (domains - 1))."""
+    """How much an all-reduce's bandwidth falls with every further domain: 1 / (1 + crowding x (domains - 1)) where all
+    devices of a domain take part, less where fewer do, in proportion."""
     reduces: bool
     """Whether the switch adds up what passes through it, so that an all-reduce crosses a link once."""
 

@@ -11,29 +11,32 @@ from koushi.plan.operations import Device
 from koushi.plan.spans import STREAMS, Span
 from koushi.plan.workload import Workload
 
-UNUSED = 0.03
-"""Share of a pool that blocks and segments leave unused."""
+UNUSED = 0.08
+"""Share of a pool that blocks and segments leave unused: what one size has freed serves another badly, since free
+blocks of different segments never join. As published runs show it."""
+UNUSED_EXPANDABLE = 0.05
+"""The same where segments grow, so that all that is free lies side by side."""
 CONTEXT = 600 << 20
 """Bytes of a CUDA context with its kernels: 0.5 to 0.9 GiB by driver and architecture."""
 COMMUNICATOR = 300 << 20
 """Bytes of an NCCL communicator's channels, by default: some hundred MiB."""
 
 
-def fragmentation_bytes(active: int, device: Device) -> int:
-    """The least that is reserved besides ``active`` bytes."""
-    return 0 if device == "cpu" else int(active * UNUSED)
+def fragmentation_bytes(active: int, device: Device, expandable: bool = False) -> int:
+    """The least that is reserved besides ``active`` bytes; ``expandable``: with segments that grow."""
+    return 0 if device == "cpu" else int(active * (UNUSED_EXPANDABLE if expandable else UNUSED))
 
 
-def reserved_bytes(states: int, span: Span, streams: bool, device: Device) -> int:
+def reserved_bytes(states: int, span: Span, streams: bool, device: Device, expandable: bool = False) -> int:
     """What is reserved for ``states``, which stay, and a step's ``span``; ``streams``: whether pools of their own
-    serve gradients' shards and gathers."""
+    serve gradients' shards and gathers; ``expandable``: with segments that grow."""
     if device == "cpu":
         return states + span.highest
     pools = span.highest
     if streams:
         assert len(span.stream_highest) == len(STREAMS), "one peak for each stream"
         pools = max(pools, span.compute_highest + sum(span.stream_highest))
-    return states + pools + fragmentation_bytes(states + pools, device)
+    return states + pools + fragmentation_bytes(states + pools, device, expandable)
 
 
 def runtime_bytes(workload: Workload, device: Device) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from koushi.hardware.collective import collective_seconds, span
@@ -170,13 +170,42 @@ def _replicated(workload: Workload, hardware: Hardware, pp: int) -> tuple[dict[s
         for unit, count in units.all:
             beside = count * unit.whole / max(1, units.total.whole) * (work[stage].inputs + work[stage].weights)
             for collective, calls in replicas(workload, unit).items():
+                if collective.phase != "backward" and workload.system.gathers_update != "by_unit":
+                    continue
                 seconds = calls * count * seconds_of(workload.mesh, hardware, collective)
                 if workload.system.overlap_data_parallel and collective.phase == "backward":
                     seconds, lost = _hidden(seconds, beside)
                     slowed += lost
                 name = part_of(collective)
                 exposed[name] = exposed.get(name, 0.0) + seconds
+        for name, seconds in _update_gathered(workload, hardware, units).items():
+            exposed[name] = exposed.get(name, 0.0) + seconds
     return exposed, slowed
+
+
+def _update_gathered(workload: Workload, hardware: Hardware, units: StageUnits) -> dict[str, float]:
+    """ZeRO-1's gather of a stage's parameters where it is not unit by unit, by part of the waterfall.
+
+    One broadcast for each owner, or one gather after which the host copies every owner's piece of every tensor.
+    """
+    found: dict[str, float] = {}
+    if workload.system.gathers_update == "by_unit":
+        return found
+    owners = workload.mesh.degree("dp_replicate", "dp_shard")
+    tensors = sum(count * len(unit.tensors) for unit, count in units.all)
+    if workload.system.fused_projections:
+        tensors -= units.blocks * (3 if workload.model.gated else 2)
+    for collective in replicas(workload, units.total):
+        if collective.phase == "backward":
+            continue
+        if workload.system.gathers_update == "by_owner":
+            part = replace(collective, bytes=collective.bytes // owners)
+            seconds = owners * seconds_of(workload.mesh, hardware, part)
+        else:
+            seconds = seconds_of(workload.mesh, hardware, collective)
+            seconds += owners * tensors * hardware.host.launch_us * 1e-6
+        found[part_of(collective)] = seconds
+    return found
 
 
 def _optimizer(workload: Workload, hardware: Hardware, pp: int) -> float:

@@ -103,7 +103,8 @@ def _memory(workload: Workload, pp: int, hardware: Hardware | None) -> Memory:
         constant[ACTIVATIONS] += one.count * _rotary(workload)
     constant[ACTIVATIONS] += _batch(workload)
     total = sum(constant)
-    pools = reserved_bytes(total, span, stages[0].stage.fsdp and workload.system.own_streams, device)
+    streams, expandable = stages[0].stage.fsdp and workload.system.own_streams, workload.system.expandable_segments
+    pools = reserved_bytes(total, span, streams, device, expandable)
     peak = [there + more for there, more in zip(constant, span.peak, strict=True)]
     by_kind = dict(zip(KINDS, peak, strict=True))
     buffers = by_kind.pop("gathered") + by_kind.pop("scattered")

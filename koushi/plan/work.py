@@ -154,18 +154,22 @@ def _product(hardware: Hardware, key: Workload, shape: tuple[int, int, int], flo
 def _dense(hardware: Hardware, key: Workload, tokens: int, linear: Linear, float8: bool = False) -> tuple[Work, ...]:
     """A projection's forward, the gradient of its input and that of its weight.
 
-    Float8: each operand is read for its largest value, read again and written in two layouts, a byte a value.
+    Float8: each operand is read for its largest value, read again and written in two layouts, a byte a value. What
+    tp gathers in float8 each rank casts but its piece of.
     """
     inputs, outputs = linear
+    pieces_of = key.mesh.degree("tp") if key.system.gathers_float8 else 1
     forward = _product(hardware, key, (tokens, outputs, inputs), float8)
     back = _product(hardware, key, (tokens, inputs, outputs), float8)
     weights = _product(hardware, key, (outputs, inputs, tokens), float8)
     if float8:
         size = 2 * DTYPE_BYTES[key.compute] + 2
         # Where parameters are gathered in float8 each rank casts but its shard.
-        casts = tokens * inputs + (0 if key.system.gathers_float8 else inputs * outputs)
+        casts = tokens * inputs // (pieces_of if inputs == key.model.dim else 1)
+        casts += 0 if key.system.gathers_float8 else inputs * outputs
         forward += Work(memory=streaming_seconds(hardware.chip, size * casts, 4))
-        back += Work(memory=streaming_seconds(hardware.chip, size * tokens * outputs, 2))
+        casts = tokens * outputs // (pieces_of if outputs == key.model.dim else 1)
+        back += Work(memory=streaming_seconds(hardware.chip, size * casts, 2))
     return forward, back, weights
 
 
@@ -231,7 +235,9 @@ def _communication(hardware: Hardware, key: Workload, traffic: Traffic, beside: 
         if copies and collective.operation in ("all_gather", "reduce_scatter"):
             copied += 2.0 * calls * collective.bytes
         group = span(key.mesh, collective.submesh, hardware.inside.devices)
-        seconds += calls * collective_seconds(hardware, collective.operation, collective.bytes, group)
+        narrow = key.system.gathers_float8 and collective.operation == "all_gather"
+        size = collective.bytes // (DTYPE_BYTES[key.compute] if narrow else 1)
+        seconds += calls * collective_seconds(hardware, collective.operation, size, group)
     if tp > 1 and key.system.overlap_tensor_parallel:
         seconds = max(seconds / tp, seconds - beside)
     return Work(communication=seconds, memory=copied / (hardware.chip.memory_bandwidth * hardware.chip.streaming))

@@ -86,6 +86,9 @@ class System:
     blocking_sends: bool = False
     """Whether a rank waits until what it sends to the next stage has arrived."""
     overlap_data_parallel: bool = True
+    gathers_update: Literal["by_unit", "at_once", "by_owner"] = "by_unit"
+    """How ZeRO-1 gathers the parameters that it has updated: unit by unit; all in one flat call, from which the host
+    copies every rank's piece of every tensor; or by a broadcast of each rank's part, one after the other."""
     overlap_tensor_parallel: bool = False
     buffers_every_microbatch: bool = True
     """Whether a stage holds a receive buffer for every microbatch of the step, as torch's does; else one each way."""
@@ -97,6 +100,8 @@ class System:
     copies: float = 0.0
     """Bytes per parameter of a rank that are held besides: the buckets of torch's DistributedDataParallel, gradients
     zeroed and not freed, parameters from before they were laid out flat."""
+    expandable_segments: bool = False
+    """Whether torch's allocator may grow its segments (``expandable_segments:True``), which it doesn't unasked."""
     own_streams: bool = True
     """Whether FSDP's collectives allocate on streams of their own, as ``fully_shard``'s do; traced ones don't."""
     other_bytes: int = 0

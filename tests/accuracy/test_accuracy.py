@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from koushi.accuracy.__main__ import BEGIN, DOCUMENT, END, main
-from koushi.accuracy.published import LeftOut, Run, described
+from koushi.accuracy.published import LeftOut, described
 from koushi.accuracy.rows import FAILED, MEASURED, read
 from koushi.accuracy.score import Scored, SourceScore, by_source, score
 from koushi.accuracy.text import error_bars, report
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 @dataclass(frozen=True)
 class Held:
-    runs: tuple[Run, ...]
+    ran: tuple[Scored, ...]
     left_out: tuple[LeftOut, ...]
     failed: tuple[Scored, ...]
     scores: tuple[SourceScore, ...]
@@ -34,26 +34,26 @@ def held() -> Held:
     """Every shipped run, planned once."""
     runs, left_out = described(read(MEASURED))
     lost, left_out_lost = described(read(FAILED))
-    failed = tuple(score(run) for run in lost)
-    return Held(runs, (*left_out, *left_out_lost), failed, by_source([score(run) for run in runs], failed))
+    ran, failed = tuple(score(run) for run in runs), tuple(score(run) for run in lost)
+    return Held(ran, (*left_out, *left_out_lost), failed, by_source(ran, failed))
 
 
 TIME = {
     "bigscience-bloom": 0.06,
     "dgxc-benchmarking": 0.045,
-    "hf-ultrascale": 0.075,
+    "hf-ultrascale": 0.055,
     "ibm-fsdp-blog-2403": 0.09,
     "internevo": 0.06,
     "llm-foundry": 0.05,
     "megatron-bridge": 0.05,
     "megatron-sc21": 0.07,
     "nemo-2407": 0.085,
-    "torchao": 0.10,
-    "torchtitan-perf-2024": 0.045,
-    "torchtitan-prs": 0.125,
+    "torchao": 0.095,
+    "torchtitan-perf-2024": 0.035,
+    "torchtitan-prs": 0.105,
 }
-MEMORY = {"bigscience-bloom": 0.075, "hf-ultrascale": 0.09, "torchao": 0.03, "torchtitan-prs": 0.065}
-RANKS = {"bigscience-bloom": 0.5, "hf-ultrascale": 0.72, "internevo": 0.88}
+MEMORY = {"bigscience-bloom": 0.045, "hf-ultrascale": 0.075, "torchao": 0.02, "torchtitan-prs": 0.05}
+RANKS = {"bigscience-bloom": 0.5, "hf-ultrascale": 0.8, "internevo": 0.88}
 """Figures reached, with a little slack."""
 
 
@@ -73,7 +73,9 @@ def test_median_error_of_memory(held: Held, source: str) -> None:
 def test_order_of_layouts(held: Held, source: str) -> None:
     found = held.of(source)
     assert found.rank_correlation is not None and found.rank_correlation >= RANKS[source]
-    assert found.regret is not None and found.regret <= 0.03
+    assert found.regret is not None and found.regret <= 0.02
+    assert found.mean_regret is not None and found.mean_regret <= 0.09
+    assert found.ceiling is None or found.ceiling > found.rank_correlation
 
 
 def test_what_fits(held: Held) -> None:
@@ -88,17 +90,17 @@ def test_what_fits(held: Held) -> None:
 
 @pytest.mark.parametrize(
     ("quantity", "figure", "most"),
-    [("time", "median", 0.06), ("time", "p90", 0.15), ("memory", "median", 0.065), ("memory", "p90", 0.15)],
+    [("time", "median", 0.055), ("time", "p90", 0.12), ("memory", "median", 0.045), ("memory", "p90", 0.125)],
 )
 def test_mean_over_sources(held: Held, quantity: str, figure: str, most: float) -> None:
     errors = [known for one in held.scores if (known := getattr(one, quantity)) is not None]
     assert sum(getattr(known, figure) for known in errors) / len(errors) <= most
-    assert abs(sum(known.bias for known in errors) / len(errors)) <= 0.06
+    assert abs(sum(known.bias for known in errors) / len(errors)) <= 0.025
 
 
 def test_the_document_shows_what_the_command_prints(held: Held) -> None:
     shown = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    assert shown.strip() == f"```text\n{report(held.scores, held.runs, held.left_out, held.failed)}\n```"
+    assert shown.strip() == f"```text\n{report(held.scores, held.ran, held.left_out, held.failed)}\n```"
 
 
 def test_the_error_bars_of_the_plan_are_these(held: Held) -> None:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import random
+from dataclasses import replace
 from math import isfinite
 
 import pytest
@@ -15,6 +16,7 @@ from koushi.accuracy.published import LeftOut, Run, described, megatron_flops
 from koushi.accuracy.rows import FAILED, MEASURED, Row, read
 from koushi.accuracy.score import score
 from koushi.accuracy.stages import by_cost
+from koushi.plan.memory import every_rank, memory
 from koushi.plan.workload import Transformer
 
 
@@ -170,6 +172,58 @@ def test_a_run_much_slower_than_its_twin_is_no_measure_of_time() -> None:
     assert [run.step_seconds is None for run in runs] == [False, True]
     runs, _ = described([fast, slow])
     assert [run.step_seconds is None for run in runs] == [False, False]
+
+
+NANOTRON = {
+    "source": "hf-ultrascale",
+    "model": "nanotron-8b",
+    "vocab": "131072",
+    "kv_heads": "32",
+    "seq_len": "4096",
+    "dp_shard": "1",
+    "zero_stage": "0",
+    "global_batch": "256",
+}
+
+
+def test_more_replicas_make_no_microbatch_faster() -> None:
+    # Half of the replicas have twice the microbatches: at most twice the time, whatever the other run took.
+    def nanotron(replicas: int, seconds: str) -> Row:
+        cells = NANOTRON | {"gpus": str(replicas), "dp_replicate": str(replicas), "step_time_s": seconds}
+        return row(**cells, nodes_gpus_per_node=f"{replicas // 8}x8")
+
+    def kept(*rows: Row) -> list[bool]:
+        return [run.step_seconds is not None for run in described(rows)[0]]
+
+    assert kept(nanotron(16, "3.9"), nanotron(32, "1.0")) == [True, True]
+    assert kept(nanotron(16, "4.1"), nanotron(32, "1.0")) == [False, True]
+    # Fewer replicas say nothing of more, which have more to send.
+    assert kept(nanotron(16, "1.0"), nanotron(32, "1.9")) == [True, True]
+
+
+def test_nanotrons_slow_version_is_told_by_its_memory() -> None:
+    cells = NANOTRON | {"gpus": "16", "nodes_gpus_per_node": "2x8", "tp": "16", "dp_replicate": "1"}
+    found = score(run_of(row(**cells, micro_batch="8")))
+    without = replace(found.run.workload, system=replace(found.run.workload.system, keeps_gathered=False))
+    again = memory(without, 0, found.run.hardware).reserved / 2**30
+    assert again < 0.7 * found.memory_gib
+
+    def spoiled(gib: float, size: str = "8") -> str | None:
+        return run_of(row(**cells, micro_batch=size, peak_mem_gib=f"{gib:.1f}")).spoiled
+
+    assert spoiled(found.memory_gib) is None and spoiled(0.95 * found.memory_gib) is None
+    assert "stalls tensor parallel" in (spoiled(again) or "")
+    # What was gathered would not have fit, so that it cannot have been kept.
+    assert "stalls tensor parallel" in (spoiled(70.0, size="32") or "")
+
+
+def test_nanotrons_memory_is_that_of_its_first_stage() -> None:
+    layout = {"gpus": "16", "nodes_gpus_per_node": "2x8", "pp": "2", "dp_replicate": "8", "micro_batch": "4"}
+    run = run_of(row(**(NANOTRON | layout | {"zero_stage": "1", "global_batch": "32"})))
+    first, last = every_rank(run.workload, run.hardware)
+    assert first.reserved < last.reserved, "the last has the logits"
+    assert score(run).memory_gib == first.reserved / 2**30
+    assert score(replace(run, memory_of_first=False)).memory_gib == last.reserved / 2**30
 
 
 def test_megatron_counts_a_recomputed_forward() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log, sqrt
 
 import pytest
 from published_rows import row
 
+from koushi.accuracy.held_out import MEMORY, TIME, held_out
 from koushi.accuracy.published import described
 from koushi.accuracy.score import (
     Errors,
@@ -14,14 +16,16 @@ from koushi.accuracy.score import (
     Scored,
     SourceScore,
     Sweep,
+    attainable,
     by_source,
     correlation,
     over_sources,
     quantile,
     ranks,
+    spread,
     sweeps,
 )
-from koushi.accuracy.text import error_bars, fits_table, table
+from koushi.accuracy.text import error_bars, fits_table, held_out_table, left_out_table, table
 
 
 def scored(measured: float, predicted: float, fits: bool = True, **cells: str) -> Scored:
@@ -92,6 +96,41 @@ def test_sources_count_the_same_however_many_rows_they_have() -> None:
     bars = error_bars(scores)
     assert bars["step_time"] == {"median": 0.3, "p90": 0.3, "runs": 10}
     assert bars["memory"]["runs"] == 10
+
+
+def test_repeats_say_how_well_layouts_can_be_ordered() -> None:
+    assert spread([scored(1.0, 1.0), scored(1.0, 1.0), scored(2.0, 1.0, activation_ckpt="full")]) is None
+    assert spread([scored(1.0, 1.0), scored(1.1, 1.0)]) == pytest.approx(log(1.1) / sqrt(2))
+    sweep = Sweep("a", "s", ("x", "y", "z"), measured=(1.0, 1.1, 1.2), predicted=(1.0, 1.0, 1.0))
+    best = [attainable(sweep, deviation) for deviation in (1e-6, 0.05, 0.5, 50.0)]
+    assert best[0] == pytest.approx(1.0)
+    assert best == sorted(best, reverse=True) and abs(best[-1]) < 0.1
+    assert attainable(sweep, 0.05) == best[1]
+
+
+def test_a_source_is_scaled_by_what_centres_the_others() -> None:
+    here = [scored(1.0, predicted, source="torchtitan-a") for predicted in (1.1, 1.2, 1.3)]
+    others = [scored(1.0, 1.0, source="torchtitan-b"), scored(1.0, 1.5, source="llm-foundry")]
+    elsewhere = scored(1.0, 3.0, source="llm-foundry", gpu="b200")
+    found = {one.source: one for one in held_out([*here, *others, elsewhere], TIME)}
+    # The others are 0% and 50% off: 25%.
+    assert found["torchtitan-a"].as_is.median == pytest.approx(0.2)
+    assert found["torchtitan-a"].scaled.median == pytest.approx(1 - 1.2 / 1.25)
+    assert found["llm-foundry"].as_is.runs == 1, "alone on its other chip"
+    # llm-foundry's allocator is another: its memory has no other source.
+    assert {one.source for one in held_out([*here, *others], MEMORY)} == {"torchtitan-a", "torchtitan-b"}
+    assert held_out(here, TIME) == ()
+    lines = held_out_table(held_out([*here, *others], TIME), held_out([*here, *others], MEMORY)).splitlines()
+    assert lines[1].split()[:6] == ["llm-foundry", "1", "50.0%", "36.4%", "50.0%", "36.4%"]
+    assert lines[-1].startswith("mean of sources")
+
+
+def test_rows_left_out_are_shown_with_how_far_off_they_would_be() -> None:
+    runs, left_out = described([row(mfu_pct="1.4", step_time_s="4.0"), row(moe="True")])
+    shown = left_out_table([Scored(runs[0], 3.0, 50.0, fits=True)], left_out).splitlines()
+    assert shown[1].split() == ["1", "torchtitan-example", "below", "2%", "MFU", "25.0%", "-25.0%"]
+    assert shown[2].split() == ["1", "torchtitan-example", "mixture", "of", "experts"]
+    assert left_out_table([scored(1.0, 1.0)], []) == "no row is left out"
 
 
 def test_the_table_shows_what_there_is() -> None:

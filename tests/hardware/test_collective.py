@@ -69,9 +69,13 @@ def test_large_messages_reach_the_links_bandwidth() -> None:
     assert collective_seconds(hardware, "all_reduce", size, Span(1, 8)) == pytest.approx(2 * ring, rel=1e-3)
     alone = collective_seconds(hardware, "reduce_scatter", size, Span(8, 1))
     assert size * 7 / 8 / alone == pytest.approx(hardware.network.bandwidth, rel=1e-3)
-    crowded = 1 + 7 * hardware.network.crowding
-    summed = collective_seconds(hardware, "all_reduce", size, Span(8, 1))
-    assert summed == pytest.approx(2 * alone * crowded, rel=1e-3)
+    for ranks in (1, 2, 8):
+        degree = 8 * ranks
+        link = hardware.network.bandwidth * ranks
+        passed = 2 * size * (degree - 1) / degree / (min(hardware.inside.bandwidth, link) if ranks > 1 else link)
+        crowded = 1 + 7 * hardware.network.crowding * ranks / 8
+        summed = collective_seconds(hardware, "all_reduce", size, Span(8, ranks))
+        assert summed == pytest.approx(passed * crowded, rel=1e-3)
 
 
 def test_switches_that_add_nearly_halve_an_all_reduce() -> None:

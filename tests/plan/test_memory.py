@@ -16,6 +16,7 @@ from koushi.job import Job
 from koushi.layout import divide_layers
 from koushi.mesh import MeshSpec
 from koushi.models.llama.sizes import PRESETS
+from koushi.plan.allocator import UNUSED, UNUSED_EXPANDABLE
 from koushi.plan.memory import Memory, every_rank, memory
 from koushi.plan.workload import System, Transformer, Workload, of_job
 
@@ -203,6 +204,14 @@ def test_kinds_add_up_and_reserved_memory_is_above() -> None:
         assert min(by_kind) >= 0
         assert one.active == sum(by_kind)
         assert one.active < one.reserved < one.device
+
+
+def test_segments_that_grow_leave_less_unused() -> None:
+    plain = workload_8b()
+    growing = replace(plain, system=replace(plain.system, expandable_segments=True))
+    fixed, grown = memory(plain, 0), memory(growing, 0)
+    assert fixed.active == grown.active
+    assert grown.reserved / fixed.reserved == pytest.approx((1 + UNUSED_EXPANDABLE) / (1 + UNUSED), rel=1e-6)
 
 
 def test_a_cpu_has_no_allocator_to_speak_of(tmp_path: Path) -> None:

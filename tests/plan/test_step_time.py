@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -191,6 +192,35 @@ def test_zero_one_gathers_what_it_updated() -> None:
         "reduce_scatter",
         "all_gather",
     }
+
+
+def test_zero_one_may_gather_at_once_or_owner_by_owner() -> None:
+    hardware = load("h100")
+
+    def exposed(replicas: int, how: Literal["by_unit", "at_once", "by_owner"]) -> float:
+        system = System(sharding="optimizer", gathers_update=how)
+        return edges(replace(workload(dp_replicate=replicas), system=system), hardware, 0).exposed[
+            "exposed dp_replicate"
+        ]
+
+    # One call in place of 34; the host's 9 x 32 + 3 copies for each of 16 owners.
+    gathered = 34 * (hardware.network.call_us + 15 * hardware.network.hop_us) * 1e-6
+    copied = 16 * (9 * 32 + 3) * hardware.host.launch_us * 1e-6
+    saved = exposed(16, "by_unit") - exposed(16, "at_once")
+    assert saved == pytest.approx(gathered * 33 / 34 - copied, rel=1e-6)
+    # A broadcast for each owner: latency goes with the square of the owners.
+    late = [exposed(replicas, "by_owner") - exposed(replicas, "by_unit") for replicas in (64, 256, 1024)]
+    assert late[2] > 10 * late[1] > 0
+
+
+def test_what_tp_gathers_in_float8_is_half_and_cast_by_the_piece() -> None:
+    hardware = load("h100")
+    wide = replace(workload("llama3-70b", tp=8), system=System(float8=True, fused=True))
+    narrow = replace(wide, system=replace(wide.system, gathers_float8=True))
+    before, after = step_time(wide, hardware).parts, step_time(narrow, hardware).parts
+    # All-gathers, half of what tp sends, have half the bytes.
+    assert after["exposed tp"] / before["exposed tp"] == pytest.approx(0.75, abs=0.05)
+    assert after["memory-bound operations"] < 0.8 * before["memory-bound operations"]
 
 
 def test_a_split_backward_recomputes_once_with_its_first_half() -> None:
