@@ -12,6 +12,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.plan.edges import OVERLAPPED, SLOWED, edges, gather_seconds
 from koushi.plan.layouts import Layout, Pipeline, Split, layers_of, mesh_of
 from koushi.plan.memory import memory
+from koushi.plan.moments import Family
 from koushi.plan.room import Room
 from koushi.plan.schedule import StageSeconds
 from koushi.plan.stage_time import pipeline as run_pipeline
@@ -218,6 +219,10 @@ class Costs:
     def simulated(self) -> int:
         """Pipelines run so far."""
         return sum(1 for _, _, pipeline in self._runs if pipeline.pp > 1)
+
+    def family_memory_floor(self, split: Split, recompute: Recompute, family: Family) -> float:
+        """``memory_floor`` of no layout of the family is less."""
+        return self.room.family_floor(split, recompute, family) * BELOW
 
     def memory_floor(self, split: Split, layout: Layout) -> float:
         """No rank's device reports less than this for the fullest."""
