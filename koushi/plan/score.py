@@ -137,6 +137,7 @@ class Costs:
         self.hardware = hardware
         self.capacity = hardware.chip.memory_bytes
         self.room = Room(base, hardware)
+        self._slower: dict[int, float] = {}
         self._alone: dict[tuple[object, ...], StageSeconds] = {}
         self._stages: dict[tuple[object, ...], _Stages] = {}
         self._runs: dict[tuple[Split, Recompute, Pipeline], _Run] = {}
@@ -241,7 +242,10 @@ class Costs:
 
     def _step(self, split: Split, seconds: float) -> float:
         devices = split.tp * split.pp * split.data_parallel
-        return (seconds + self.hardware.host.step_ms * 1e-3) * (1 + stragglers(self.hardware, devices))
+        slower = self._slower.get(devices)
+        if slower is None:
+            slower = self._slower[devices] = 1 + stragglers(self.hardware, devices)
+        return (seconds + self.hardware.host.step_ms * 1e-3) * slower
 
     # Stages.
 

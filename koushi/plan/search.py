@@ -247,14 +247,17 @@ class _Search:
             if not self.found.is_beaten(floor, memory, layout):
                 self._push(costs.simulated_floor(one.split, layout), one._replace(memory=memory, exact=True))
             return
-        seconds = costs.seconds(one.split, layout)
-        for memory in costs.memory_so_far(layout):
+        seconds = floor
+        for looked_at, memory in enumerate(costs.memory_so_far(layout)):
             if memory > costs.capacity:
                 self._set_aside(memory, floor, one)
                 return
             if self.found.is_beaten(seconds, max(one.memory, memory), layout):
                 return
-        self.found.add(Scored(layout, seconds, memory))
+            if looked_at == 0:  # not before: one rank's memory is quicker than the exact time, and often enough
+                seconds = costs.seconds(one.split, layout)
+        if not self.found.is_beaten(seconds, memory, layout):
+            self.found.add(Scored(layout, seconds, memory))
 
 
 class _Found:
