@@ -67,9 +67,17 @@ class MeshSpec:
         """How far apart in rank two neighbours along each dim are."""
         return tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
+    @cached_property
+    def _degrees(self) -> dict[tuple[str, ...], int]:
+        """Those that have been asked for."""
+        return {}
+
     def degree(self, *names: str) -> int:
         """How many devices lie along a dim, or along a fold of several."""
-        return prod(self.shape[self._axis(name)] for name in set(names))
+        found = self._degrees.get(names)
+        if found is None:
+            found = self._degrees[names] = prod(self.shape[self._axis(name)] for name in set(names))
+        return found
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where ``rank`` sits: its index along every dim."""

@@ -299,7 +299,7 @@ class _Rank:
 
     def __init__(self, held: dict[int, Held], stages: dict[int, int], kinds: int):
         self.held, self.stages, self.kinds = held, stages, kinds
-        self._unsharded_by: dict[tuple[int, ...], int] = {}
+        self._done_by: dict[tuple[int, ...], tuple[int, int]] = {}
         nothing = Held.__new__(Held)
         nothing.counted, nothing.reduced, nothing.unsharded = (NOTHING,) * len(COUNTED), NOTHING, 0
         by_kind = [held.get(kind, nothing) for kind in range(kinds)]
@@ -314,10 +314,11 @@ class _Rank:
         """A span with the peak of the fullest of the situations, and the peaks of the streams over all of them."""
         best: tuple[int, Situation, Span] | None = None
         compute_highest = shards_highest = 0
+        any_shards = any(self.shards)
         for situation in found:
-            total = _dot(situation.counts, self.totals) + _dot(situation.reduced, self.reduced_totals)
-            total += self._unsharded(situation.reduced)
-            shards = _dot(situation.counts, self.shards) + _dot(situation.reduced, self.reduced_shards)
+            total, shards = self._done_with(situation.reduced)
+            total += _dot(situation.counts, self.totals)
+            shards += _dot(situation.counts, self.shards) if any_shards else 0
             span = self.held[situation.kind].span(situation)
             compute_highest = max(compute_highest, total - shards + span.compute_highest)
             shards_highest = max(shards_highest, shards + span.stream_highest[0])
@@ -336,14 +337,19 @@ class _Rank:
         streams = (shards_highest, self._gathering())
         return Span(NOTHING, tuple(peak), highest + buffers, where, 0, compute_highest + buffers, streams)
 
+    def _done_with(self, reduced: tuple[int, ...]) -> tuple[int, int]:
+        """Bytes of gradients that are reduced and of gathered parameters; of gradients' shards among them."""
+        found = self._done_by.get(reduced)
+        if found is None:
+            total = _dot(reduced, self.reduced_totals) + self._unsharded(reduced)
+            found = self._done_by[reduced] = total, _dot(reduced, self.reduced_shards)
+        return found
+
     def _unsharded(self, reduced: tuple[int, ...]) -> int:
         """Bytes of gathered parameters: of the stages that are not done, and of no more than torch's runtime keeps."""
-        found = self._unsharded_by.get(reduced)
-        if found is None:
-            there = [(self.held[kind].unsharded, count - reduced[kind]) for kind, count in self.stages.items()]
-            sizes = sorted(size for size, count in there for _ in range(min(count, MOST_UNSHARDED)))
-            found = self._unsharded_by[reduced] = sum(sizes[-MOST_UNSHARDED:])
-        return found
+        there = [(self.held[kind].unsharded, count - reduced[kind]) for kind, count in self.stages.items()]
+        sizes = sorted(size for size, count in there for _ in range(min(count, MOST_UNSHARDED)))
+        return sum(sizes[-MOST_UNSHARDED:])
 
     def _gathering(self) -> int:
         """Bytes of the buffers that the largest units are gathered in, one after the other."""

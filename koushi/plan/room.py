@@ -7,64 +7,19 @@ makes comes on top in ``koushi.plan.memory``, which has the exact figure. No tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate
-from typing import NamedTuple
 
 from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import fragmentation_bytes, runtime_bytes
-from koushi.plan.layouts import Layout, Pipeline, Split, layers_of, mesh_of
+from koushi.plan.layouts import Layout, Pipeline, Split, mesh_of
+from koushi.plan.moments import Family, fewest_in_flight, fewest_layers, share
 from koushi.plan.operations import Device
 from koushi.plan.pipelined import buffer_bytes, forward
 from koushi.plan.stages import stage_of
 from koushi.plan.units import units_of
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Recompute, Workload
-from koushi.schedules import SCHEDULES, stages_of_rank
 from koushi.traffic import DTYPE_BYTES
-
-
-class Moment(NamedTuple):
-    """How far a rank has come; forwards go through its stages in rounds, backwards through the stages in reverse."""
-
-    forwards: int
-    backwards: int
-    """Begun."""
-    freed: int
-    """Backwards that are done with their microbatch; fewer than have begun where backward is split."""
-
-
-def per_round(schedule: str, pp: int, per_rank: int, microbatches: int) -> int:
-    """Microbatches that go through one stage of a rank before the next stage has its turn."""
-    if per_rank == 1 or schedule == "LoopedBFS":
-        return microbatches
-    return microbatches // max(1, microbatches // pp)
-
-
-@cache
-def moments(schedule: str, pp: int, per_rank: int, microbatches: int, rank: int) -> tuple[Moment, ...]:
-    """As the first backward begins, and as a later one does when every stage has had one; not of V schedules."""
-    every, each = per_rank * microbatches, per_round(schedule, pp, per_rank, microbatches)
-    if schedule in ("GPipe", "LoopedBFS"):
-        return tuple(Moment(every, done, done) for done in (0, 1) if done < every)
-    ahead = pp - 1 - rank if schedule in ("1F1B", "InterleavedZeroBubble") else 2 * (pp - 1 - rank)
-    warmup = (per_rank - 1) * each + ahead
-    behind = rank if SCHEDULES[schedule].splits_backward else 0
-    return tuple(
-        Moment(min(warmup + 1 + done, every), done, max(0, done - behind))
-        for done in (0, (per_rank - 1) * each + 1)
-        if done < every
-    )
-
-
-@cache
-def v_moments(pp: int, microbatches: int, rank: int) -> tuple[tuple[int, int, bool], ...]:
-    """Of a V schedule: microbatches kept on the way down, and up; whether both stages' gradients are being added up."""
-    down = min(microbatches, 2 * pp - rank - 1)
-    found = (down, min(microbatches, rank + 1), False)
-    return (found, (down, rank, True)) if microbatches > 2 * pp else (found,)
 
 
 @dataclass(frozen=True)
@@ -79,43 +34,6 @@ class _Kinds:
     """Of a microbatch's messages to come: of the first, a middle and the last stage."""
 
 
-class _Along(NamedTuple):
-    """Sizes of a rank's stages in the order in which they have their turns, with their sums so far."""
-
-    sizes: tuple[int, ...]
-    sums: tuple[int, ...]
-
-    @classmethod
-    def of(cls, sizes: Sequence[int]) -> _Along:
-        return cls(tuple(sizes), (0, *accumulate(sizes)))
-
-    def after(self, actions: int, each: int) -> int:
-        """The sizes of all actions so far, where a stage has ``each`` of them at a turn."""
-        rounds, left = divmod(actions, len(self.sizes) * each)
-        turns, rest = divmod(left, each)
-        partly = rest * self.sizes[turns] if rest else 0
-        return rounds * each * self.sums[-1] + each * self.sums[turns] + partly
-
-
-class _Sizes(NamedTuple):
-    """What a rank's stages hold, in bytes; ``whole`` in elements."""
-
-    down: _Along
-    """Kept of a microbatch, in the order of forward."""
-    up: _Along
-    """The same in the order of backward."""
-    blocks: _Along
-    """Of that what blocks keep."""
-    whole: _Along
-    """Parameters, in the order of backward."""
-    states: float
-    """Before data parallel cuts them."""
-    always: float
-    """Gathered parameters."""
-    buffers: int
-    """Of each microbatch's messages to come."""
-
-
 class Room:
     """Bounds of memory for layouts of one run on one kind of hardware."""
 
@@ -124,7 +42,6 @@ class Room:
         self.hardware = hardware
         self.device: Device = "cpu" if hardware.name == "cpu" else "gpu"
         self._kinds: dict[tuple[object, ...], _Kinds] = {}
-        self._held: dict[tuple[int, int, int, bool, int], _Sizes] = {}
         self._ranks: dict[tuple[Split, Recompute, Pipeline, bool], tuple[tuple[float, float], ...]] = {}
         self._elements: dict[int, int] = {}
         self._runtime: dict[tuple[bool, ...], int] = {}
@@ -139,6 +56,25 @@ class Room:
             ends = first - block if self.base.model.tie_embeddings else first + last - 2 * block
             elements = self._elements[split.tp] = block * self.base.model.n_layers + ends
         return self._device(split, 3 * self._widths[0] * elements / split.pp / dp_shard)
+
+    def family_floor(self, split: Split, recompute: Recompute, family: Family) -> float:
+        """Of every pipeline of a family, however sharded: what the second rank holds as its first backward begins.
+
+        Where stages take turns, every layer has had as many forwards then, whatever the number of virtual stages, and
+        the rank has an even share of the layers. Pipelines of V schedules are all alike at that moment.
+        """
+        kinds, layers = self._kinds_of(split, recompute), self.base.model.n_layers
+        if split.pp == 1:
+            states, other = self._alone(split, kinds, reshards=True)
+        elif family == "v-shaped":
+            states, other = self._rank(split, kinds, Pipeline(split.pp, "ZBVZeroBubble", 2), 1)
+        else:
+            held = fewest_layers(layers, split.pp)
+            gathered = min(held, MOST_UNSHARDED) * kinds.whole[0] if split.data_parallel > 1 else 0
+            other = float(gathered * self._widths[1]) + min(kinds.buffers[1:]) * split.microbatches
+            other += fewest_in_flight(family, split.pp, split.microbatches) * held * kinds.kept[0]
+            states = 3.0 * self._widths[0] * kinds.whole[0] * held
+        return self._device(split, states / split.data_parallel + other)
 
     def floor(self, split: Split, layout: Layout) -> float:
         """Bytes that the fullest rank's device has taken at least."""
@@ -178,50 +114,16 @@ class Room:
 
     def _rank(self, split: Split, kinds: _Kinds, pipeline: Pipeline, rank: int) -> tuple[float, float]:
         """States before data parallel cuts them, and what else a rank holds at its fullest moment."""
-        pp, per_rank, count = pipeline.pp, pipeline.stages_per_rank, split.microbatches
-        v_shaped = SCHEDULES[pipeline.schedule].v_shaped
-        sizes = self._sizes(split, kinds, pp, per_rank, v_shaped, rank)
-        gradient = self._widths[2] if split.data_parallel > 1 else self._widths[0]
-        most = 0
-        if v_shaped:
-            for down, up, adding in v_moments(pp, count, rank):
-                there = down * sizes.down.sizes[0] + up * sizes.down.sizes[1]
-                most = max(most, there + (gradient * sizes.whole.sums[-1] if adding else 0))
-            return sizes.states, sizes.always + sizes.buffers * count + most
-        each = per_round(pipeline.schedule, pp, per_rank, count)
-        for forwards, backwards, freed in moments(pipeline.schedule, pp, per_rank, count, rank):
-            there = sizes.down.after(forwards, each) - sizes.up.after(backwards, each)
-            there += sizes.blocks.after(backwards, each) - sizes.blocks.after(freed, each)
-            if freed:
-                # A stage whose last backward is done holds shards only.
-                begun = min(per_rank, -(-freed // each))
-                done = backwards // each if each == count else 0
-                there += gradient * max(0, sizes.whole.sums[begun] - sizes.whole.sums[done])
-            most = max(most, there)
-        return sizes.states, sizes.always + sizes.buffers * count + most
-
-    def _sizes(self, split: Split, kinds: _Kinds, pp: int, per_rank: int, v_shaped: bool, rank: int) -> _Sizes:
-        key = (id(kinds), pp, per_rank, v_shaped, rank)
-        found = self._held.get(key)
-        if found is None:
-            n_stages = pp * per_rank
-            held = stages_of_rank("ZBVZeroBubble" if v_shaped else "LoopedBFS", pp, n_stages, rank)
-            layers = [layers_of(self.base.model.n_layers, n_stages)[stage] for stage in held]
-            ends = [1 if stage == 0 else 3 if stage == n_stages - 1 else 2 for stage in held]
-            whole = [kinds.whole[0] * count + kinds.whole[end] for count, end in zip(layers, ends, strict=True)]
-            blocks = [kinds.kept[0] * count for count in layers]
-            kept = [block + kinds.kept[end] for block, end in zip(blocks, ends, strict=True)]
-            gathered = sum(sorted(whole)[-MOST_UNSHARDED:]) if split.data_parallel > 1 else 0
-            found = self._held[key] = _Sizes(
-                down=_Along.of(kept),
-                up=_Along.of(kept[::-1]),
-                blocks=_Along.of(blocks[::-1]),
-                whole=_Along.of(whole[::-1]),
-                states=3.0 * self._widths[0] * sum(whole),
-                always=float(gathered * self._widths[1]),
-                buffers=sum(kinds.buffers[end - 1] for end in ends),
-            )
-        return found
+        held = share(self.base.model.n_layers, pipeline, split.microbatches, rank)
+        stages, gradient, gathered = held.stages, self._widths[0], 0
+        if split.data_parallel > 1:
+            gradient = self._widths[2]
+            gathered = sum(sorted(one.of(kinds.whole) for one in held.largest)[-MOST_UNSHARDED:])
+        first, middle, last = kinds.buffers
+        buffers = stages.first * first + stages.middle * middle + stages.last * last
+        most = max(kept.of(kinds.kept) + gradient * adding.of(kinds.whole) for kept, adding in held.moments)
+        states = 3.0 * self._widths[0] * stages.of(kinds.whole)
+        return states, float(gathered * self._widths[1]) + buffers * split.microbatches + most
 
     def _device(self, split: Split, active: float) -> float:
         return active + fragmentation_bytes(int(active), self.device) + self._runtime_of(split)

@@ -270,7 +270,6 @@ def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
     costs: list[int] = []
     waits: list[int] = []
     heads = [0] * pp
-    work: list[Counter[int]] = [Counter() for _ in orders]
     left = sum(len(order) for order in orders)
     while left:
         before = left
@@ -292,11 +291,11 @@ def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
                 costs.append(stage * len(KINDS) + _PLACES[kind])
                 waits.append(wait)
                 head += 1
-            work[rank].update(costs[len(costs) - (head - heads[rank]) :])
             left -= head - heads[rank]
             heads[rank] = head
         assert left < before, f"{schedule} over {pp} ranks with {microbatches} microbatches waits for itself"
     leaves = tuple(_leaves(schedule, pp, n_stages, kind, stage) for stage in range(n_stages) for kind in KINDS)
+    work = (Counter(stage * len(KINDS) + _PLACES[kind] for kind, stage, _ in order) for order in orders)
     return Table(orders, tuple(ranks), tuple(costs), tuple(waits), tuple(tuple(each.items()) for each in work), leaves)
 
 

@@ -12,6 +12,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.plan.edges import OVERLAPPED, SLOWED, edges, gather_seconds
 from koushi.plan.layouts import Layout, Pipeline, Split, layers_of, mesh_of
 from koushi.plan.memory import memory
+from koushi.plan.moments import Family
 from koushi.plan.room import Room
 from koushi.plan.schedule import StageSeconds
 from koushi.plan.stage_time import pipeline as run_pipeline
@@ -136,6 +137,7 @@ class Costs:
         self.hardware = hardware
         self.capacity = hardware.chip.memory_bytes
         self.room = Room(base, hardware)
+        self._slower: dict[int, float] = {}
         self._alone: dict[tuple[object, ...], StageSeconds] = {}
         self._stages: dict[tuple[object, ...], _Stages] = {}
         self._runs: dict[tuple[Split, Recompute, Pipeline], _Run] = {}
@@ -219,6 +221,10 @@ class Costs:
         """Pipelines run so far."""
         return sum(1 for _, _, pipeline in self._runs if pipeline.pp > 1)
 
+    def family_memory_floor(self, split: Split, recompute: Recompute, family: Family) -> float:
+        """``memory_floor`` of no layout of the family is less."""
+        return self.room.family_floor(split, recompute, family) * BELOW
+
     def memory_floor(self, split: Split, layout: Layout) -> float:
         """No rank's device reports less than this for the fullest."""
         return self.room.floor(split, layout) * BELOW
@@ -236,7 +242,10 @@ class Costs:
 
     def _step(self, split: Split, seconds: float) -> float:
         devices = split.tp * split.pp * split.data_parallel
-        return (seconds + self.hardware.host.step_ms * 1e-3) * (1 + stragglers(self.hardware, devices))
+        slower = self._slower.get(devices)
+        if slower is None:
+            slower = self._slower[devices] = 1 + stragglers(self.hardware, devices)
+        return (seconds + self.hardware.host.step_ms * 1e-3) * slower
 
     # Stages.
 

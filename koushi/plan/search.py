@@ -28,6 +28,7 @@ from koushi.plan.layouts import (
     reshard_choices,
     splits,
 )
+from koushi.plan.moments import FAMILIES, Family
 from koushi.plan.plan import TIGHT
 from koushi.plan.score import Costs, Scored
 from koushi.plan.workload import Recompute, Workload
@@ -38,7 +39,6 @@ SLOWEST = 1.25
 """Of the front: how many times as long as the fastest a step may take."""
 MISSES = 3
 """Layouts shown that would be faster but do not fit."""
-_REMEMBERED = 64
 
 Degrees = tuple[int, int]
 """tp and pp."""
@@ -78,6 +78,14 @@ class _Group(NamedTuple):
     recompute: Recompute
 
 
+class _Family(NamedTuple):
+    """Those of a group whose schedules are of one family."""
+
+    split: Split
+    recompute: Recompute
+    family: Family
+
+
 class _Piped(NamedTuple):
     """Layouts that share a pipeline as well."""
 
@@ -98,6 +106,7 @@ class _One(NamedTuple):
 
 
 _Item = _Group | _Piped | _One
+_TooLarge = _Family | _One
 
 
 def search(question: Question, base: Workload, hardware: Hardware) -> SearchResult:
@@ -114,6 +123,9 @@ class _Search:
         self.found = _Found()
         self._order = count()
         self._heap: list[tuple[float, int, _Item]] = []
+        """By a bound of their seconds."""
+        self._too_large: list[tuple[float, int, float, _TooLarge]] = []
+        """What came up and does not fit, by a bound of its memory, with one of its seconds."""
 
     def run(self) -> SearchResult:
         costs = self.costs
@@ -131,10 +143,9 @@ class _Search:
             elif isinstance(item, _Piped):
                 self._spread(item, floor)
             else:
-                self._open(item)
-        found = self.found
-        misses = found.misses(costs) if found.fastest else self._smallest()
-        best, front = found.ranked()
+                self._open(item, floor)
+        misses = self._misses() if self.found.fastest else self._smallest()
+        best, front = self.found.ranked()
         return SearchResult(best, front, misses, legal_count(self.question), costs.simulated, costs.capacity)
 
     def _smallest(self) -> tuple[Scored, ...]:
@@ -154,16 +165,57 @@ class _Search:
             del found[MISSES:]
         return tuple(Scored(layout, costs.step_seconds(layout), memory) for memory, layout in found)
 
+    def _misses(self) -> tuple[Scored, ...]:
+        """Faster than the fastest, but too large: of those that may be, the smallest by a bound of their memory."""
+        costs, fastest = self.costs, self.found.front[0].seconds
+        found: list[tuple[float, float, Layout]] = []
+        while self._too_large:
+            memory, _, floor, item = heappop(self._too_large)
+            if len(found) > MISSES and memory > found[MISSES][0]:
+                break
+            if isinstance(item, _Family):
+                self._spread_family(item, fastest)
+            elif max(floor, costs.layout_floor(item.split, item.layout)) < fastest:
+                insort(found, (memory, floor, item.layout))
+        judged = [Scored(one, costs.step_seconds(one), costs.memory(one)) for _, _, one in found[: MISSES + 1]]
+        faster = (one for one in judged if one.seconds < fastest)
+        return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])
+
+    def _spread_family(self, item: _Family, fastest: float) -> None:
+        """Over those of a family that is too large that may be as fast."""
+        split, recompute, family = item
+        for pipeline in self._pipelines(item):
+            if FAMILIES[pipeline.schedule] == family:
+                floor = self.costs.pipeline_floor(split, recompute, pipeline)
+                if floor < fastest:
+                    self._spread(_Piped(split, recompute, pipeline), floor)
+
     def _push(self, floor: float, item: _Item) -> None:
         if floor <= self.found.slowest_wanted:
             heappush(self._heap, (floor, next(self._order), item))
 
-    def _open(self, group: _Group) -> None:
-        split = group.split
-        for pipeline in pipelines(self.question, split.pp, split.microbatches):
+    def _set_aside(self, memory: float, floor: float, item: _TooLarge) -> None:
+        if not self.found.front or floor < self.found.front[0].seconds:
+            heappush(self._too_large, (memory, next(self._order), floor, item))
+
+    def _open(self, group: _Group, floor: float) -> None:
+        """A family that is too large as a whole is set aside as a whole."""
+        costs, (split, recompute) = self.costs, group
+        may_fit: dict[Family, bool] = {}
+        for pipeline in self._pipelines(group):
+            family = FAMILIES[pipeline.schedule]
+            if family not in may_fit:
+                memory = costs.family_memory_floor(split, recompute, family)
+                may_fit[family] = memory <= costs.capacity
+                if not may_fit[family]:
+                    self._set_aside(memory, floor, _Family(split, recompute, family))
+            if may_fit[family]:
+                self._push(costs.pipeline_floor(split, recompute, pipeline), _Piped(split, recompute, pipeline))
+
+    def _pipelines(self, group: _Group | _Family) -> Iterator[Pipeline]:
+        for pipeline in pipelines(self.question, group.split.pp, group.split.microbatches):
             if group.recompute in recompute_modes(pipeline):
-                piped = _Piped(split, group.recompute, pipeline)
-                self._push(self.costs.pipeline_floor(split, group.recompute, pipeline), piped)
+                yield pipeline
 
     def _spread(self, group: _Piped, group_floor: float) -> None:
         """Over the ways in which data parallel shards."""
@@ -171,8 +223,7 @@ class _Search:
         for layout in spread(split, recompute, pipeline):
             memory = self.costs.memory_floor(split, layout)
             if memory > self.costs.capacity:
-                if self.found.is_near_miss(memory):
-                    self.found.miss(memory, self.costs.layout_floor(split, layout), layout)
+                self._set_aside(memory, group_floor, _One(split, layout, memory, exact=False))
                 if not layout.reshard_after_forward:
                     return  # fewer shards are larger still, and gathered parameters that stay come last
             elif not self.found.is_beaten(group_floor, memory, layout):
@@ -191,19 +242,22 @@ class _Search:
                 # Memory of one rank is quicker than the pipeline, and often enough to know better.
                 memory = max(memory, next(costs.memory_so_far(layout)))
                 if memory > costs.capacity:
-                    self.found.miss(memory, floor, layout)
+                    self._set_aside(memory, floor, one)
                     return
             if not self.found.is_beaten(floor, memory, layout):
                 self._push(costs.simulated_floor(one.split, layout), one._replace(memory=memory, exact=True))
             return
-        seconds = costs.seconds(one.split, layout)
-        for memory in costs.memory_so_far(layout):
+        seconds = floor
+        for looked_at, memory in enumerate(costs.memory_so_far(layout)):
             if memory > costs.capacity:
-                self.found.miss(memory, floor, layout)
+                self._set_aside(memory, floor, one)
                 return
             if self.found.is_beaten(seconds, max(one.memory, memory), layout):
                 return
-        self.found.add(Scored(layout, seconds, memory))
+            if looked_at == 0:  # not before: one rank's memory is quicker than the exact time, and often enough
+                seconds = costs.seconds(one.split, layout)
+        if not self.found.is_beaten(seconds, memory, layout):
+            self.found.add(Scored(layout, seconds, memory))
 
 
 class _Found:
@@ -215,8 +269,6 @@ class _Found:
         """Seconds of the fastest of each, in order."""
         self.front: list[Scored] = []
         """By seconds; memory falls along it."""
-        self.too_large: list[tuple[float, float, Layout]] = []
-        """The smallest by a bound of their memory, with a bound of their seconds."""
         self.slowest_wanted = inf
         """Seconds beyond which nothing is of interest."""
 
@@ -245,24 +297,6 @@ class _Found:
 
     def _last_ranked(self) -> float:
         return self._ranked[BEST - 1] if len(self._ranked) >= BEST else inf
-
-    def miss(self, memory: float, floor: float, layout: Layout) -> None:
-        """Keep in mind a layout that is too large."""
-        if self.is_near_miss(memory) and (not self.front or floor < self.front[0].seconds):
-            insort(self.too_large, (memory, floor, layout))
-            del self.too_large[_REMEMBERED:]
-
-    def is_near_miss(self, memory: float) -> bool:
-        """Whether no more than a few layouts that are too large are smaller."""
-        return len(self.too_large) < _REMEMBERED or memory < self.too_large[-1][0]
-
-    def misses(self, costs: Costs) -> tuple[Scored, ...]:
-        """The smallest of those kept in mind that are faster than the fastest that fits."""
-        fastest = self.front[0].seconds if self.front else inf
-        wanted = [layout for _, floor, layout in self.too_large if floor < fastest][: MISSES + 1]
-        judged = [Scored(layout, costs.step_seconds(layout), costs.memory(layout)) for layout in wanted]
-        faster = (one for one in judged if one.seconds < fastest)
-        return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])
 
     def ranked(self) -> tuple[tuple[Scored, ...], tuple[Scored, ...]]:
         """The fastest of each tp and pp, and the front."""

@@ -78,8 +78,9 @@ def _every(
         if key not in found:
             found[key] = Situation(*key, stage, in_flight)
 
-    for step, stage, _ in order:
-        note(step, stage)
+    for (step, stage, _), after in zip(order, (*order[1:], None), strict=True):
+        if step != "F" or after is None or after[:2] != ("F", stage):  # the next of several forwards holds more
+            note(step, stage)
         kind = kinds[stage]
         if step == "F":
             counts[kind] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 
 from koushi.layout import Replicate, Shard, chunk
@@ -63,14 +63,14 @@ class StageUnits:
     root: Unit
     """Empty in the middle of a pipeline."""
 
-    @property
+    @cached_property
     def all(self) -> tuple[tuple[Unit, int], ...]:
         """Every kind of unit with how many there are, in the order of forward; empty ones left out."""
         ends = [(self.embedding, 1)] if self.embedding is not None else []
         units = (*ends, (self.block, self.blocks), (self.root, 1))
         return tuple((unit, count) for unit, count in units if unit.whole and count)
 
-    @property
+    @cached_property
     def total(self) -> Unit:
         """Element counts of the stage, without the parameters one by one."""
         parts = self.all
@@ -142,7 +142,7 @@ def stage_units(
 ) -> StageUnits:
     """The units of a stage of ``blocks`` blocks, at ``index`` of ``degree`` shards."""
     embedding, norm, output = _ends(model, tp, degree, index)
-    block = block_unit(replace(model, n_layers=0), tp, degree, index)
+    block = block_unit(model.of_any_depth, tp, degree, index)
     if first and last and model.tie_embeddings:
         return StageUnits(None, block, blocks, embedding + norm)
     return StageUnits(embedding if first else None, block, blocks, norm + output if last else Unit())
@@ -152,7 +152,7 @@ def units_of(workload: Workload, stage: int, shard: int = 0) -> StageUnits:
     """The units of ``stage``, as the rank at index ``shard`` of dp_shard holds them."""
     degree = workload.mesh.degree("dp_shard") if workload.system.sharding == "fsdp" else 1
     return stage_units(
-        replace(workload.model, n_layers=0),
+        workload.model.of_any_depth,
         workload.mesh.degree("tp"),
         degree,
         shard if degree > 1 else 0,

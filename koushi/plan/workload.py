@@ -6,7 +6,8 @@ same words, so that one set of formulas is held against all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from koushi.job import Job
@@ -48,6 +49,11 @@ class Transformer:
             vocab_size=size.vocab_size,
             tie_embeddings=size.tie_embeddings,
         )
+
+    @cached_property
+    def of_any_depth(self) -> Transformer:
+        """Without its layers: what stages of models of any depth are remembered by."""
+        return replace(self, n_layers=0)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from koushi.hardware.hardware import Hardware, load
 from koushi.models.llama.sizes import LlamaSize
 from koushi.plan.layouts import Layout, Pipeline, Question, layers_of, layouts, mesh_of, split_of
 from koushi.plan.memory import every_rank
+from koushi.plan.moments import moments, per_round, v_moments
 from koushi.plan.plan import TIGHT
-from koushi.plan.room import moments, per_round, v_moments
 from koushi.plan.schedule import actions
 from koushi.plan.score import Costs, Scored
 from koushi.plan.search import BEST, SLOWEST, degrees_of, search
