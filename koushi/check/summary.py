@@ -11,9 +11,9 @@ from koushi.units import count_text, cut_short
 _SHOWN = 8
 
 
-def summary(job: Job) -> str:
-    """Model, mesh with the ranks of one group per dim, stages, batch."""
-    lines = [f"{job.name}: no problems found", *_model(job), *_mesh(job), *_stages(job), *_batch(job)]
+def summary(job: Job, follows: bool = False) -> str:
+    """Model, mesh with the ranks of one group per dim, stages, batch; ``follows``: whether dp_shard follows --gpus."""
+    lines = [f"{job.name}: no problems found", *_model(job), *_mesh(job, follows), *_stages(job), *_batch(job)]
     return "\n".join(lines)
 
 
@@ -28,8 +28,9 @@ def _model(job: Job) -> list[str]:
     return [text]
 
 
-def _mesh(job: Job) -> list[str]:
-    lines = [f"mesh     {job.mesh}, {job.mesh.world_size} devices; the groups of rank 0:"]
+def _mesh(job: Job, follows: bool) -> list[str]:
+    told = "; dp_shard follows --gpus" if follows else ""
+    lines = [f"mesh     {job.mesh}, {job.mesh.world_size} devices{told}; the groups of rank 0:"]
     for name, degree in zip(job.mesh.names, job.mesh.shape, strict=True):
         lines.append(f"           {name:<13}{degree:>6}   {cut_short(job.mesh.group(0, name), _SHOWN)}")
     folded = job.mesh.group(0, "dp_replicate", "dp_shard")
