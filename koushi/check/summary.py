@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
+from koushi.errors import TrainingError
 from koushi.job import Job
 from koushi.models.llama.layout import parameters
+from koushi.run_folder import holds_run, run_folder
 from koushi.units import count_text, cut_short
 
 _SHOWN = 8
@@ -63,8 +65,18 @@ def _batch(job: Job) -> list[str]:
     total = count_text(tokens * training.steps)
     return [
         batch,
-        f"run      {training.steps} steps, {total} tokens, into {job.config.run.folder or f'runs/{job.name}'}",
+        f"run      {training.steps} steps, {total} tokens, {_folder(job)}",
     ]
+
+
+def _folder(job: Job) -> str:
+    """Where ``koushi train`` would write, were it started here and now."""
+    run = job.config.run
+    try:
+        folder = run_folder(run, job.name, continues=run.resume == "auto")
+    except TrainingError as error:
+        return f"which would not start: {error}"
+    return f"into {folder}" + (", with what is there already" if holds_run(folder) else "")
 
 
 def _span(stage: range) -> str:
