@@ -5,9 +5,11 @@ Every command takes a run file and overrides of its values, in any order.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -288,6 +290,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         code = commands.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
         return int(code or 0)
     except KoushiError as error:
+        _tell_torchrun(str(error))
         # Wrong input is wrong for every rank of a node: one of those that torchrun started says so.
         if error.exit_code != 2 or os.environ.get("LOCAL_RANK", "0") == "0":
             click.echo(str(error), err=True)
@@ -295,5 +298,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except click.ClickException as error:
+        _tell_torchrun(error.format_message())
         error.show()
         return error.exit_code
+
+
+def _tell_torchrun(text: str) -> None:
+    """Leave ``text`` where torchrun's report of failed ranks, which ends its output, takes a rank's reason from; what a
+    rank has left there already, with a traceback, stays."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not os.path.exists(file):
+        about = {"timestamp": str(int(time.time())), "py_callstack": text}
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": about}}), encoding="utf-8")
