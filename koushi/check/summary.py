@@ -8,6 +8,7 @@ from koushi.errors import TrainingError
 from koushi.job import Job
 from koushi.models.llama.layout import parameters
 from koushi.run_folder import holds_run, run_folder
+from koushi.schedules import SCHEDULES
 from koushi.units import count_text, cut_short
 
 _SHOWN = 8
@@ -15,7 +16,14 @@ _SHOWN = 8
 
 def summary(job: Job, follows: bool = False) -> str:
     """Model, mesh with the ranks of one group per dim, stages, batch; ``follows``: whether dp_shard follows --gpus."""
-    lines = [f"{job.name}: no problems found", *_model(job), *_mesh(job, follows), *_stages(job), *_batch(job)]
+    lines = [
+        f"{job.name}: no problems found",
+        *_model(job),
+        *_mesh(job, follows),
+        *_stages(job),
+        *_batch(job),
+        *_notes(job),
+    ]
     return "\n".join(lines)
 
 
@@ -66,6 +74,17 @@ def _batch(job: Job) -> list[str]:
     return [
         batch,
         f"run      {training.steps} steps, {total} tokens, {_folder(job)}",
+    ]
+
+
+def _notes(job: Job) -> list[str]:
+    """What is legal, and seldom meant."""
+    schedule = job.config.parallelism.pipeline_parallel_schedule
+    if job.config.training.recompute != "full" or len(job.stages) == 1 or not SCHEDULES[schedule].splits_backward:
+        return []
+    return [
+        f"note     recompute full under {schedule} recomputes a block once for each of its parameters; another "
+        "schedule, or recompute none, is faster: see koushi plan"
     ]
 
 

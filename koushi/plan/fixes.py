@@ -24,6 +24,7 @@ from koushi.plan.memory import every_rank
 from koushi.plan.plan import Plan
 from koushi.plan.score import Costs
 from koushi.plan.search import search
+from koushi.plan.stage_time import recomputes_by_parameter
 from koushi.plan.step_time import step_seconds
 from koushi.plan.workload import Workload
 from koushi.schedules import SCHEDULES
@@ -46,7 +47,7 @@ class Fix:
     memory: float
     """Bytes that the device of the fullest rank reports as taken."""
     note: str = ""
-    """What it costs besides."""
+    """What it costs besides, or why it helps."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ def single_changes(question: Question, before: Plan) -> Iterator[Fix]:
             continue
         if divided and costs.layout_floor(split, other) > slowest:
             continue
-        yield from _judged(moved, hardware, slowest, changed(workload, other))
+        saves = recomputes_by_parameter(workload) and not recomputes_by_parameter(moved)
+        note = f"{workload.schedule} recomputes a block once for each parameter" if saves else ""
+        yield from _judged(moved, hardware, slowest, changed(workload, other), note)
     if workload.reduce == "float32" and workload.compute == "bfloat16":
         note = "gradients are added up with less precision"
         yield from _judged(replace(workload, reduce="bfloat16"), hardware, slowest, {REDUCE: "bfloat16"}, note)

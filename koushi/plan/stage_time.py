@@ -100,15 +100,19 @@ def accumulation(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
     return tuple(made[kind] for kind in kinds)
 
 
-def _recomputed_for_weights(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
-    """Of every stage: what a W recomputes.
+def recomputes_by_parameter(workload: Workload) -> bool:
+    """Whether a block is recomputed once more for each of its parameters.
 
-    Under full recompute the inputs' part recomputes a block once and the weights' part once more for each of its
-    parameters, since torch asks autograd for their gradients one by one.
+    So it is where full recompute meets a backward in two parts: torch asks autograd for the weights' gradients one by
+    one.
     """
-    if workload.recompute != "full" or not any(
-        split_backwards(workload, stage) for stage in range(len(workload.stage_layers))
-    ):
+    stages = range(len(workload.stage_layers))
+    return workload.recompute == "full" and any(split_backwards(workload, stage) for stage in stages)
+
+
+def _recomputed_for_weights(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
+    """Of every stage: what a W recomputes."""
+    if not recomputes_by_parameter(workload):
         return (0.0,) * len(workload.stage_layers)
     found = []
     for stage, work in enumerate(stages_work(workload, hardware)):

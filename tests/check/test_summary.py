@@ -54,6 +54,19 @@ def test_the_folder_is_the_one_that_training_would_take(
         assert said("{resume: never}") == "into runs/run-3"
 
 
+def test_recompute_once_for_each_parameter_is_told(checked: Callable[..., Job]) -> None:
+    for schedule, recompute, told in (
+        ("DualPipeV", "full", True),
+        ("DualPipeV", "none", False),
+        ("Interleaved1F1B", "full", False),
+    ):
+        job = checked(
+            f"model: {{n_layers: 8}}\ntraining: {{global_batch_size: 8, recompute: {recompute}}}\n"
+            f"parallelism: {{pipeline_parallel_degree: 2, pipeline_parallel_schedule: {schedule}}}\n"
+        )
+        assert ("\nnote     recompute full under DualPipeV" in summary(job)) is told
+
+
 def test_parameters_are_counted_as_published(checked: Callable[..., Job]) -> None:
     for name, count in (("llama3-8b", "8.03B"), ("llama3-70b", "70.55B"), ("llama3-405b", "405.85B")):
         text = summary(checked(f"model: {{name: {name}}}\ndata: {{source: synthetic}}\n"))

@@ -42,6 +42,18 @@ def advised(job: Job) -> tuple[Plan, Advice]:
     return before, advice(question_of(job), before)
 
 
+def test_recompute_once_for_each_parameter_is_named(tmp_path: Path) -> None:
+    pipeline = ["--pp", "4", "--dp-shard", "2", "training.recompute=full"]
+    schedule = "parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+    before, found = advised(job_of(tmp_path, *pipeline, schedule))
+    text = advice_text(before, found)
+    assert "(ZBVZeroBubble recomputes a block once for each parameter)" in text
+    for fix in found.fixes:
+        mends = {"parallelism.pipeline_parallel_schedule", "training.recompute"} & set(fix.values)
+        assert bool(fix.note) is bool(mends), fix
+    assert "for each parameter" not in advice_text(*advised(job_of(tmp_path, *pipeline, INTERLEAVED)))
+
+
 def arguments(text: str) -> list[list[str]]:
     """What stands before the figures in every line of changes."""
     return [line.split("   ")[0].split() for line in text.splitlines()[1:]]
