@@ -27,6 +27,7 @@ from koushi.errors import ConfigError, DoesNotFit, Problem
 from koushi.hardware.hardware import ASSUMED, Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
+from koushi.mesh import MOST_DEVICES
 from koushi.plan.as_json import plan_json, search_json
 from koushi.plan.fixes import advice, more_devices
 from koushi.plan.layouts import Layout, question_of, values_of
@@ -61,8 +62,8 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
     run_file = load(path, overrides)
     own = _as_it_stands(run_file)
     devices = own.mesh.world_size if own else run_file.config.parallelism.world_size
-    if devices is None:
-        own = check(run_file)  # says why the number of devices is not known
+    if devices is None or devices > MOST_DEVICES:
+        own = check(run_file)  # says what is wrong with the number of devices
         devices = own.mesh.world_size
     job = check(load(path, [*overrides, *_ALONE]))
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
