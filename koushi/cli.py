@@ -5,9 +5,11 @@ Every command takes a run file and overrides of its values, in any order.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ import click
 
 from koushi import __version__
 from koushi.commands import plans, see, start
-from koushi.commands.group import RUN_FILE_SETTINGS, Commands, explain_overrides, split
+from koushi.commands.group import Commands, RunFileCommand, split, world_option
 from koushi.errors import KoushiError, Stopped
 
 
@@ -35,8 +37,8 @@ def commands() -> None:
     """
 
 
-@commands.command(context_settings=RUN_FILE_SETTINGS)
-@click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
+@commands.command(cls=RunFileCommand)
+@world_option(hidden=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def check(world: int | None, arguments: tuple[str, ...]) -> None:
     """Report every problem of a run file at once, or what it describes.
@@ -46,17 +48,18 @@ def check(world: int | None, arguments: tuple[str, ...]) -> None:
     \b
     Example:
       koushi check examples/debug.yaml --tp 4 training.steps=10
-      koushi check examples/llama_128.yaml --world 128
+      koushi check examples/llama_128.yaml --gpus 64
     """
     from koushi.check.check import check as checked
     from koushi.check.summary import summary
     from koushi.config.load import load
 
     run_path, overrides = split(arguments)
-    click.echo(summary(checked(load(run_path, overrides), world)))
+    run_file = load(run_path, overrides)
+    click.echo(summary(checked(run_file, world), run_file.follows))
 
 
-@commands.command(context_settings=RUN_FILE_SETTINGS)
+@commands.command(cls=RunFileCommand)
 @click.option(
     "--resume", metavar="auto|never|PATH", help="Go on from the run's newest checkpoint, begin anew, or from PATH."
 )
@@ -86,7 +89,7 @@ def train(resume: str | None, max_restarts: int, arguments: tuple[str, ...]) -> 
     run(run_path, overrides if resume is None else [*overrides, f"run.resume={resume}"], max_restarts)
 
 
-@commands.command(context_settings=RUN_FILE_SETTINGS)
+@commands.command(cls=RunFileCommand)
 @click.option(
     "--precision",
     type=click.Choice(["float32", "float64"]),
@@ -120,14 +123,17 @@ def convert() -> None:
     """
 
 
-@convert.command("from-hf")
-@click.option(
+dtype_option = click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
     default="float32",
     show_default=True,
-    help="Of the weights in the checkpoint.",
+    help="Of the weights that are written.",
 )
+
+
+@convert.command("from-hf")
+@dtype_option
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CKPT")
 def from_hf(folder: Path, checkpoint: Path, dtype: str) -> None:
@@ -145,13 +151,7 @@ def from_hf(folder: Path, checkpoint: Path, dtype: str) -> None:
 
 
 @convert.command("to-hf")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
-    default="float32",
-    show_default=True,
-    help="Of the weights in the folder.",
-)
+@dtype_option
 @click.option(
     "--shard-gb",
     type=click.FloatRange(min=0, min_open=True),
@@ -175,7 +175,9 @@ def to_hf(checkpoint: Path, folder: Path, dtype: str, shard_gb: float) -> None:
 
 @commands.command()
 @click.option("--prompt", required=True, help="What the text begins with.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=100, show_default=True, help="Where it ends at the latest."
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
@@ -184,7 +186,7 @@ def to_hf(checkpoint: Path, folder: Path, dtype: str, shard_gb: float) -> None:
     help="Lower is closer to the likeliest text; 0 always takes the likeliest token.",
 )
 @click.option("--top-k", type=click.IntRange(min=1), help="Draw only from the K likeliest tokens.  [default: from all]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another one, another text.")
 @click.option(
     "--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json.  [default: the one it was trained with]"
 )
@@ -236,7 +238,6 @@ for _command in (
     see.env,
 ):
     commands.add_command(_command)
-explain_overrides(commands)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -289,6 +290,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         code = commands.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
         return int(code or 0)
     except KoushiError as error:
+        _tell_torchrun(str(error))
         # Wrong input is wrong for every rank of a node: one of those that torchrun started says so.
         if error.exit_code != 2 or os.environ.get("LOCAL_RANK", "0") == "0":
             click.echo(str(error), err=True)
@@ -296,5 +298,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except click.ClickException as error:
+        _tell_torchrun(error.format_message())
         error.show()
         return error.exit_code
+
+
+def _tell_torchrun(text: str) -> None:
+    """Leave ``text`` where torchrun's report of failed ranks, which ends its output, takes a rank's reason from; what a
+    rank has left there already, with a traceback, stays."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not os.path.exists(file):
+        about = {"timestamp": str(int(time.time())), "py_callstack": text}
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": about}}), encoding="utf-8")

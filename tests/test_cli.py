@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from koushi import __version__
 from koushi.cli import commands, main
@@ -250,6 +251,29 @@ def test_a_full_standard_output_is_one_line(arguments: list[str]) -> None:
         )
     assert found.returncode == 1
     assert found.stderr == "cannot write to standard output: No space left on device\n"
+
+
+def test_torchrun_is_told_why_a_rank_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert ended("check", DEBUG) == 0
+    assert not file.exists()
+    for rank in (0, 1):  # only one of a node prints it
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert ended("check", DEBUG, "--world", "3") == 2
+        assert ("the world has 3; a world of 8" in capsys.readouterr().err) is (rank == 0)
+        failure = ProcessFailure(rank, 1, 2, str(file))
+        lines = str(ChildFailedError("koushi", {rank: failure})).splitlines()
+        assert lines[-2].startswith("  traceback : ") and lines[-2].endswith("the world has 3; a world of 8")
+        file.unlink()
+    file.write_text("a traceback")
+    assert ended("check", DEBUG, "--world", "3") == 2
+    assert file.read_text() == "a traceback"
+    file.unlink()
+    assert ended("check", DEBUG, "--world", "three") == 2
+    assert "Invalid value for '--world'" in str(ChildFailedError("koushi", {0: ProcessFailure(0, 1, 2, str(file))}))
 
 
 def test_a_full_disk_elsewhere_is_not_taken_for_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:

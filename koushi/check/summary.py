@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from math import prod
 
+from koushi.errors import TrainingError
 from koushi.job import Job
 from koushi.models.llama.layout import parameters
+from koushi.run_folder import holds_run, run_folder
 from koushi.units import count_text, cut_short
 
 _SHOWN = 8
 
 
-def summary(job: Job) -> str:
-    """Model, mesh with the ranks of one group per dim, stages, batch."""
-    lines = [f"{job.name}: no problems found", *_model(job), *_mesh(job), *_stages(job), *_batch(job)]
+def summary(job: Job, follows: bool = False) -> str:
+    """Model, mesh with the ranks of one group per dim, stages, batch; ``follows``: whether dp_shard follows --gpus."""
+    lines = [f"{job.name}: no problems found", *_model(job), *_mesh(job, follows), *_stages(job), *_batch(job)]
     return "\n".join(lines)
 
 
@@ -28,8 +30,9 @@ def _model(job: Job) -> list[str]:
     return [text]
 
 
-def _mesh(job: Job) -> list[str]:
-    lines = [f"mesh     {job.mesh}, {job.mesh.world_size} devices; the groups of rank 0:"]
+def _mesh(job: Job, follows: bool) -> list[str]:
+    told = "; dp_shard follows --gpus" if follows else ""
+    lines = [f"mesh     {job.mesh}, {job.mesh.world_size} devices{told}; the groups of rank 0:"]
     for name, degree in zip(job.mesh.names, job.mesh.shape, strict=True):
         lines.append(f"           {name:<13}{degree:>6}   {cut_short(job.mesh.group(0, name), _SHOWN)}")
     folded = job.mesh.group(0, "dp_replicate", "dp_shard")
@@ -62,8 +65,18 @@ def _batch(job: Job) -> list[str]:
     total = count_text(tokens * training.steps)
     return [
         batch,
-        f"run      {training.steps} steps, {total} tokens, into {job.config.run.folder or f'runs/{job.name}'}",
+        f"run      {training.steps} steps, {total} tokens, {_folder(job)}",
     ]
+
+
+def _folder(job: Job) -> str:
+    """Where ``koushi train`` would write, were it started here and now."""
+    run = job.config.run
+    try:
+        folder = run_folder(run, job.name, continues=run.resume == "auto")
+    except TrainingError as error:
+        return f"which would not start: {error}"
+    return f"into {folder}" + (", with what is there already" if holds_run(folder) else "")
 
 
 def _span(stage: range) -> str:

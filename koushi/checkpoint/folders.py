@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step-(\d{8,})")
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from koushi.checkpoint import dcp
-from koushi.checkpoint.folders import CHECKPOINTS, published
+from koushi.checkpoint.folders import published
 from koushi.checkpoint.manifest import MANIFEST, Head, Manifest, read_manifest
 from koushi.checkpoint.state import held
 from koushi.checkpoint.tensors import CheckpointFiles
@@ -19,6 +19,7 @@ from koushi.errors import CheckpointError, DamagedCheckpoint
 from koushi.models.llama.sizes import LlamaSize
 from koushi.optim.adamw import AdamW
 from koushi.parallel.shards import LocalParameter
+from koushi.run_folder import CHECKPOINTS
 
 Warn = Callable[[str], None]
 T = TypeVar("T")

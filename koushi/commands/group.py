@@ -1,24 +1,66 @@
-"""What every command line shares: a group that guesses, how a run file and its overrides are told apart, output."""
+"""What command lines share: a group that guesses, options of one meaning, a run file and its overrides, output."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
-from koushi.config.overrides import split_run_path
+from koushi.config.overrides import SHORT, split_run_path
 from koushi.report.words import encodable
 
-OVERRIDES = """
-    Values of the run file can be given here: section.key=value, --section.key value,
-    --tp, --pp, --dp-shard, --dp-replicate.
-"""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-RUN_FILE_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-"""Of a command whose ``arguments`` are a run file and overrides, in any order."""
+RENAMED = {"--node-size": "--gpus-per-node"}
+"""Options that had another name, which still works."""
+
+
+class RunFileCommand(click.Command):
+    """A command whose ``arguments`` are a run file and overrides of its values, in any order."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.ignore_unknown_options = True
+        return super().parse_args(ctx, [_renamed(argument) for argument in args])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Values of the run file"):
+            rows = [(f"{name} {short.takes}", short.meaning) for name, short in SHORT.items()]
+            formatter.write_dl([*rows, ("section.key=value", "Any other; also as --section.key value.")])
+
+
+def _renamed(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"{RENAMED.get(name, name)}{equals}{value}"
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object, for programs.")
+html_option = click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the page.")
+open_option = click.option("--open", "show_page", is_flag=True, help="Show the page in the browser.")
+
+
+def gpus_per_node_option(default: int | None, said: str) -> Callable[[Function], Function]:
+    """``said``: the default in words."""
+    return click.option(
+        "--gpus-per-node",
+        type=click.IntRange(min=1),
+        default=default,
+        metavar="N",
+        help=f"Devices of one node, or on CPU its ranks.  [default: {said}]",
+    )
+
+
+def world_option(hidden: bool) -> Callable[[Function], Function]:
+    return click.option(
+        "--world",
+        type=click.IntRange(min=1),
+        metavar="N",
+        hidden=hidden,
+        help="Refuse what is not for the N processes that a launcher will start.",
+    )
 
 
 class Commands(click.Group):
@@ -33,13 +75,6 @@ class Commands(click.Group):
             guess = f"did you mean {close[0]}? " if close else ""
             ctx.fail(f"no such command: {name}; {guess}The commands are {', '.join(self.commands)}")
         return super().resolve_command(ctx, args)
-
-
-def explain_overrides(commands: click.Group) -> None:
-    """Tells, at the end of the help of every command that reads a run file, how its values are changed."""
-    for command in commands.commands.values():
-        if any(parameter.name == "arguments" for parameter in command.params):
-            command.epilog = " ".join(OVERRIDES.split())
 
 
 def split(arguments: Sequence[str]) -> tuple[Path, list[str]]:

@@ -7,18 +7,10 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import RUN_FILE_SETTINGS, show, split
-from koushi.mesh import MOST_DEVICES
+from koushi.commands.group import RunFileCommand, json_option, show, split
 
 
-@click.command(context_settings=RUN_FILE_SETTINGS)
-@click.option(
-    "--gpus",
-    type=click.IntRange(1, MOST_DEVICES),
-    metavar="N",
-    help="Devices in all; dp_shard follows.  [default: as the run file says]",
-)
-@click.option("--hardware", metavar="NAME|FILE", help="What to plan for.  [default: run.hardware, else h100-sxm-80gb]")
+@click.command(cls=RunFileCommand)
 @click.option("--search", is_flag=True, help="Rank every legal layout of the devices instead.")
 @click.option(
     "--write",
@@ -26,11 +18,9 @@ from koushi.mesh import MOST_DEVICES
     metavar="FILE",
     help="With --search: a copy of the run file with the fastest that is not tight.",
 )
-@click.option("--json", "as_json", is_flag=True, help="The same for programs, and for every rank.")
+@json_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
-def plan(
-    gpus: int | None, hardware: str | None, search: bool, write: Path | None, as_json: bool, arguments: tuple[str, ...]
-) -> None:
+def plan(search: bool, write: Path | None, as_json: bool, arguments: tuple[str, ...]) -> None:
     """Say what a run file costs in memory, communication and time, before it runs.
 
     Needs no GPU. Exit code 3 means that it does not fit. docs/plan.md explains every word that is printed.
@@ -47,22 +37,22 @@ def plan(
 
         run_path, overrides = split(arguments)
         if search:
-            show_search(run_path, overrides, gpus, hardware, as_json, write)
+            show_search(run_path, overrides, as_json, write)
         elif write is not None:
             raise click.UsageError("--write is for what --search finds")
         else:
-            show_plan(run_path, overrides, gpus, hardware, as_json)
+            show_plan(run_path, overrides, as_json)
     finally:
         gc.enable()
 
 
-@click.command("dry-run", context_settings=RUN_FILE_SETTINGS)
-@click.option("--json", "as_data", is_flag=True, help="Everything as one JSON object, every collective in order.")
+@click.command("dry-run", cls=RunFileCommand)
+@json_option
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write the predicted step's timeline for Perfetto."
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
-def dry_run(as_data: bool, trace: Path | None, arguments: tuple[str, ...]) -> None:
+def dry_run(as_json: bool, trace: Path | None, arguments: tuple[str, ...]) -> None:
     """Run one step as every rank that differs, without devices: memory, collectives, FLOPs.
 
     The real program on tensors that hold nothing, for as many ranks as the run file asks. Exit code 1 means
@@ -76,7 +66,7 @@ def dry_run(as_data: bool, trace: Path | None, arguments: tuple[str, ...]) -> No
     from koushi.dryrun.command import dry_run as run
 
     run_path, overrides = split(arguments)
-    run(run_path, overrides, as_data=as_data, trace=trace)
+    run(run_path, overrides, as_data=as_json, trace=trace)
 
 
 @click.command()

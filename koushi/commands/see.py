@@ -6,32 +6,33 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import RUN_FILE_SETTINGS, show, split
+from koushi.commands.group import (
+    RunFileCommand,
+    gpus_per_node_option,
+    html_option,
+    open_option,
+    show,
+    split,
+    world_option,
+)
 
 
-@click.command(context_settings=RUN_FILE_SETTINGS)
+@click.command(cls=RunFileCommand)
 @click.option("--rank", type=int, metavar="R", help="Explain this rank instead of drawing them all.")
 @click.option("--parameter", "parameters", multiple=True, metavar="NAME", help="With --rank: its slice of NAME.")
 @click.option("--step", type=int, metavar="N", help="With --rank: the samples it reads in step N.  [default: 1]")
-@click.option(
-    "--node-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Devices of one node.  [default: those of the hardware, or 8]",
-)
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to explore instead.")
-@click.option("--open", "show_page", is_flag=True, help="With --html: show it in the browser.")
-@click.option("--hardware", metavar="NAME", help="Of the nodes, and what the page plans for.  [default: run.hardware]")
-@click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
+@gpus_per_node_option(None, "those of the hardware, or 8")
+@html_option
+@open_option
+@world_option(hidden=True)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def mesh(
     rank: int | None,
     parameters: tuple[str, ...],
     step: int | None,
-    node_size: int | None,
+    gpus_per_node: int | None,
     html: Path | None,
     show_page: bool,
-    hardware: str | None,
     world: int | None,
     arguments: tuple[str, ...],
 ) -> None:
@@ -65,9 +66,9 @@ def mesh(
     if html is not None:
         from koushi.report.page.command import write_page
 
-        show(write_page(run_file, job, hardware, html, show_page))
+        show(write_page(run_file, job, html, show_page))
         return
-    devices = node_size or devices_per_node(job, hardware)
+    devices = gpus_per_node or devices_per_node(job)
     if rank is None:
         text = mesh_text(job, devices)
     else:
@@ -75,10 +76,10 @@ def mesh(
     show(text)
 
 
-@click.command(context_settings=RUN_FILE_SETTINGS)
+@click.command(cls=RunFileCommand)
 @click.option("--explain", is_flag=True, help="Say of every value where it comes from.")
 @click.option("--schema", is_flag=True, help="Print every key with default, meaning and type; KEY... picks some.")
-@click.option("--world", type=click.IntRange(min=1), metavar="N", help="Devices in all, where the launcher fixes them.")
+@world_option(hidden=True)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str, ...]) -> None:
     """Print a run file with nothing left open.
@@ -130,13 +131,14 @@ def env(gpu: bool) -> None:
 
 
 @click.command()
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="[default: report.html in the folder]")
-@click.option("--open", "show_page", is_flag=True, help="Show it in the browser.")
+@html_option
+@open_option
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN_FOLDER")
 def report(folder: Path, html: Path | None, show_page: bool) -> None:
     """Write a page of what a run measured, against what was predicted.
 
     Loss and gradient norm, tokens/s, memory, bytes and step time, and the ranks that the others wait for.
+    Without --html it is report.html in the folder.
 
     \b
     Example:

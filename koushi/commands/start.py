@@ -6,13 +6,17 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import RUN_FILE_SETTINGS, show, split
+from koushi.commands.group import RunFileCommand, gpus_per_node_option, show, split
+from koushi.config.overrides import SHORT
 
 
 @click.command()
 @click.option("--model", default="llama3-debug", show_default=True, metavar="NAME", help="A preset of model.name.")
 @click.option(
-    "--gpus", type=click.IntRange(min=1), metavar="N", help="Devices in all.  [default: as few as hold the model well]"
+    "--gpus",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"{SHORT['--gpus'].meaning}  [default: as few as hold the model well]",
 )
 @click.argument("path", type=click.Path(path_type=Path), metavar="RUN.yaml")
 def init(path: Path, model: str, gpus: int | None) -> None:
@@ -31,7 +35,7 @@ def init(path: Path, model: str, gpus: int | None) -> None:
     show(run(path, model, gpus))
 
 
-@click.command(context_settings=RUN_FILE_SETTINGS)
+@click.command(cls=RunFileCommand)
 @click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N", help="Machines.")
 @click.option(
     "--backend",
@@ -39,14 +43,7 @@ def init(path: Path, model: str, gpus: int | None) -> None:
     required=True,
     help="What starts it: sbatch, kubectl apply, or you, on every node.",
 )
-@click.option(
-    "--gpus-per-node",
-    type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
-    metavar="N",
-    help="Ranks of one node, on CPU as well.",
-)
+@gpus_per_node_option(8, "8")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def launch(nodes: int, backend: str, gpus_per_node: int, arguments: tuple[str, ...]) -> None:
     """Print a script that trains a run file on several nodes.

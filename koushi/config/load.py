@@ -29,6 +29,8 @@ class RunFile:
     """What is wrong with single keys and values."""
     spoilt: frozenset[str]
     """Keys whose value in ``config`` is not what was meant."""
+    follows: bool = False
+    """Whether dp_shard is not the file's, but what --gpus makes of it."""
 
     def is_set(self, key: str) -> bool:
         return key in self.places
@@ -62,7 +64,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         tree = read(path)
     except ConfigError as error:
         raise _with_overrides(error, overrides) from None
-    command_line.apply(tree, overrides)
+    follows = command_line.apply(tree, overrides)
     config = validate(tree)
     return RunFile(
         path=path,
@@ -73,6 +75,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         config=config,
         found=tuple(tree.found),
         spoilt=frozenset(tree.spoilt),
+        follows=follows,
     )
 
 

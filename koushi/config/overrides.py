@@ -1,4 +1,4 @@
-"""Values of a run file given on the command line: ``a.b=v``, ``--a.b v``, ``--a.b=v``, ``--tp 2``."""
+"""Values of a run file given on the command line: ``a.b=v``, ``--a.b v``, ``--a.b=v``, ``--tp 2``, ``--gpus 8``."""
 
 from __future__ import annotations
 
@@ -9,23 +9,44 @@ from dataclasses import dataclass
 from koushi.config.schema import JobConfig
 from koushi.config.source import Branch, Entry, Found, Place, Tree, flow, scalar, shown_text
 
+_SECTION = "parallelism"
+_WORLD, _SHARD = f"{_SECTION}.world_size", f"{_SECTION}.data_parallel_shard_degree"
+_OTHER_DEGREES = ("pipeline_parallel_degree", "data_parallel_replicate_degree", "tensor_parallel_degree")
+
+
+@dataclass(frozen=True)
+class Short:
+    """An option of every command that reads a run file."""
+
+    key: str
+    takes: str
+    meaning: str
+
+
 SHORT = {
-    "--tp": "parallelism.tensor_parallel_degree",
-    "--pp": "parallelism.pipeline_parallel_degree",
-    "--dp-shard": "parallelism.data_parallel_shard_degree",
-    "--dp-replicate": "parallelism.data_parallel_replicate_degree",
+    "--gpus": Short(_WORLD, "N", "On N devices in all: dp_shard follows."),
+    "--hardware": Short("run.hardware", "NAME|FILE", "On such devices; koushi hardware lists them."),
+    "--pp": Short(f"{_SECTION}.{_OTHER_DEGREES[0]}", "N", "Pipeline parallel degree."),
+    "--dp-replicate": Short(f"{_SECTION}.{_OTHER_DEGREES[1]}", "N", "Copies of the model, or of its shards."),
+    "--dp-shard": Short(_SHARD, "N", "Ranks that share out the parameters; -1: what is left of the devices."),
+    "--tp": Short(f"{_SECTION}.{_OTHER_DEGREES[2]}", "N", "Tensor parallel degree."),
 }
 _FORMS = "write section.key=value, or --section.key value"
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One override as written: ``text`` whole, ``key`` dotted, ``value`` not yet read (None: missing)."""
+    """One override as written: ``text`` whole, ``name`` before its value, ``value`` not yet read (None: missing)."""
 
     number: int
     text: str
-    key: str
+    name: str
     value: str | None
+
+    @property
+    def key(self) -> str:
+        """Dotted."""
+        return SHORT[self.name].key if self.name in SHORT else self.name.removeprefix("--")
 
     @property
     def place(self) -> Place:
@@ -85,21 +106,49 @@ def parse(arguments: Sequence[str]) -> list[Argument]:
         if name.startswith("--") and not equals and waiting and not waiting[0].startswith("--"):
             given = waiting.pop(0)
             text = f"{text} {given}"
-        key = SHORT.get(name, name.removeprefix("--"))
-        parsed.append(Argument(number, text, key, given))
+        if name == "--hardware" and given is not None and os.path.isfile(given):
+            given = os.path.abspath(given)  # a path in the run file would be relative to that
+        parsed.append(Argument(number, text, name, given))
     return parsed
 
 
-def apply(tree: Tree, arguments: Sequence[str]) -> None:
-    """Writes overrides into ``tree``, a later one over an earlier one; what cannot be read goes to ``tree.found``."""
-    for argument in parse(arguments):
+def apply(tree: Tree, arguments: Sequence[str]) -> bool:
+    """Writes overrides into ``tree``, a later one over an earlier one; what cannot be read goes to ``tree.found``.
+
+    Returns whether dp_shard was changed to follow --gpus.
+    """
+    parsed = parse(arguments)
+    for argument in parsed:
         if not argument.key or not all(argument.key.split(".")):
             tree.found.append(Found(argument.place, "", "names no key", _FORMS))
         elif argument.value is None:
             tree.found.append(_without_value(argument))
             tree.spoilt.add(argument.key)
         else:
-            _write(tree, argument, _read(tree, argument, argument.value))
+            _write(tree, argument.key, _read(tree, argument, argument.value))
+    devices = [argument.place for argument in parsed if argument.name == "--gpus"]
+    if not devices or any(argument.key == _SHARD for argument in parsed):
+        return False
+    return _follow(tree, devices[-1])
+
+
+def _follow(tree: Tree, place: Place) -> bool:
+    """Where the other degrees do not divide the devices, what the run file says stays, for the check to refuse."""
+    section = tree.branch[_SECTION].value if _SECTION in tree.branch else {}
+    values = {key: entry.value for key, entry in section.items()} if isinstance(section, dict) else {}
+    world = values.get("world_size")
+    rest = 1
+    for name in _OTHER_DEGREES:
+        degree = values.get(name, 1)
+        if not isinstance(degree, int) or degree < 1:
+            return False
+        rest *= degree
+    if not isinstance(world, int) or world < 1 or world % rest:
+        return False
+    if values.get("data_parallel_shard_degree", 1) in (-1, world // rest):
+        return False
+    _write(tree, _SHARD, Entry(world // rest, place, place))
+    return True
 
 
 def _without_value(argument: Argument) -> Found:
@@ -135,15 +184,15 @@ def _moved(entry: Entry, place: Place) -> Entry:
     return Entry(value, place, place)
 
 
-def _write(tree: Tree, argument: Argument, entry: Entry) -> None:
-    *sections, name = argument.key.split(".")
+def _write(tree: Tree, key: str, entry: Entry) -> None:
+    *sections, name = key.split(".")
     branch: Branch = tree.branch
     for depth, section in enumerate(sections):
         above = branch.get(section)
         if above is None or not isinstance(above.value, dict):
             if above is not None and above.value is not None:
-                key = ".".join(sections[: depth + 1])
-                tree.found.append(Found(above.place, key, "is not a section", "a section of keys is needed"))
+                wrong = ".".join(sections[: depth + 1])
+                tree.found.append(Found(above.place, wrong, "is not a section", "a section of keys is needed"))
             # The place of an empty section in the file stays, a new one has the override's.
             place, key_place = (above.place, above.key_place) if above else (entry.place, entry.place)
             above = Entry({}, place, key_place)
@@ -151,5 +200,5 @@ def _write(tree: Tree, argument: Argument, entry: Entry) -> None:
         assert isinstance(above.value, dict), "the section was made just now"
         branch = above.value
     branch[name] = entry
-    if argument.key not in {one.key for one in tree.found if one.place == entry.place}:
-        tree.spoilt.discard(argument.key)
+    if key not in {one.key for one in tree.found if one.place == entry.place}:
+        tree.spoilt.discard(key)

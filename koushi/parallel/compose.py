@@ -51,8 +51,10 @@ def parallelize_part(part: Llama, world_mesh: DeviceMesh, dims: ParallelDims, co
         tensor.apply(part, submesh, tensor_parallel_options(part.size, dims.tp, submesh.get_local_rank()))
     precision.apply(part, compute)
     for block in part.layers.values():
+        # What is made again in full is compiled on its own; selective recompute is a part of what is compiled.
+        if config.training.compile and config.training.recompute == "full":
+            compile.apply(block)
         recompute.apply(block, config.training.recompute)
-        # A compiled block that is made again in full fails where its parameters are DTensors (docs/log.md).
         if config.training.compile and config.training.recompute != "full":
             compile.apply(block)
     if dims.dp_replicate * dims.dp_shard > 1:

@@ -92,6 +92,14 @@ def resolve_device(choice: str) -> str:
     return choice
 
 
+def agents_store(timeout: float) -> dist.TCPStore | None:
+    """The store of the launcher's agents, which outlives the ranks of a start; None where no launcher has one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
 def init_process_group(device: torch.device, timeout: float) -> None:
     """Join the world that the launcher's environment variables describe.
 
@@ -101,13 +109,10 @@ def init_process_group(device: torch.device, timeout: float) -> None:
         torch.cuda.set_device(device)
     backend, patience = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store: dist.Store | None = None
+    store: dist.Store | None = agents_store(timeout)
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agents' store outlives the ranks of the starts before, and still holds their addresses.
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
-        )
+    if store is not None:
+        # It still holds the addresses of the ranks of the starts before.
         if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
             start = agree_on_start(store, rank, world, timeout)
         store = dist.PrefixStore(f"start-{start}", store)

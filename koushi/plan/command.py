@@ -23,11 +23,11 @@ from koushi.check.rule import (
 )
 from koushi.config.edit import check_edit_target, write_edited
 from koushi.config.load import RunFile, load
-from koushi.config.overrides import parse
 from koushi.errors import ConfigError, DoesNotFit, Problem
 from koushi.hardware.hardware import ASSUMED, Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
+from koushi.mesh import MOST_DEVICES
 from koushi.plan.as_json import plan_json, search_json
 from koushi.plan.fixes import advice, more_devices
 from koushi.plan.layouts import Layout, question_of, values_of
@@ -38,41 +38,34 @@ from koushi.plan.text import advice_text, plan_text, verdict
 from koushi.plan.workload import of_job
 from koushi.units import counted
 
-HARDWARE = "run.hardware"
 
-
-def show_plan(path: Path, overrides: Sequence[str], gpus: int | None, hardware: str | None, as_json: bool) -> None:
+def show_plan(path: Path, overrides: Sequence[str], as_json: bool) -> None:
     """Print what the run file at ``path`` costs as it stands; raises DoesNotFit where it does."""
-    forced = [*overrides, *_forced(gpus, hardware)]
-    following = _following(path, forced, gpus)
-    job = check(load(path, [*forced, *following]))
+    run_file = load(path, overrides)
+    job = check(run_file)
     found = plan(of_job(job), hardware_of(job))
     helps = advice(question_of(job), found)
     if as_json:
         click.echo(json.dumps(plan_json(job, found, helps), indent=1))
     else:
-        click.echo(plan_text(job, found, job.config.run.hardware is not None, bool(following)))
+        click.echo(plan_text(job, found, job.config.run.hardware is not None, run_file.follows))
         if text := advice_text(found, helps):
             click.echo("\n" + text)
     if not found.fits:
         raise DoesNotFit(f"{job.name} {verdict(found)}")
 
 
-def show_search(
-    path: Path, overrides: Sequence[str], gpus: int | None, hardware: str | None, as_json: bool, write: Path | None
-) -> None:
-    """Print the best layouts for the run file's devices, or for ``gpus``; write the winner's degrees to ``write``."""
-    forced = [*overrides, *_forced(gpus, hardware)]
-    forced += _following(path, forced, gpus)
+def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path | None) -> None:
+    """Print the best layouts for the run file's devices; write the winner's degrees to ``write``."""
     if write is not None:
         check_edit_target(path, write)
-    run_file = load(path, forced)
+    run_file = load(path, overrides)
     own = _as_it_stands(run_file)
-    devices = gpus or (own.mesh.world_size if own else run_file.config.parallelism.world_size)
-    if devices is None:
-        own = check(run_file)  # says why the number of devices is not known
+    devices = own.mesh.world_size if own else run_file.config.parallelism.world_size
+    if devices is None or devices > MOST_DEVICES:
+        own = check(run_file)  # says what is wrong with the number of devices
         devices = own.mesh.world_size
-    job = check(load(path, [*forced, *_ALONE]))
+    job = check(load(path, [*overrides, *_ALONE]))
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
     result = search(question, base, on)
     if not result.legal:
@@ -101,31 +94,6 @@ _ALONE = (
     f"{RECOMPUTE}=none",
 )
 """A layout that any run can have, for checking what does not depend on the layout."""
-
-
-def _forced(gpus: int | None, hardware: str | None) -> list[str]:
-    """Options as overrides, which they are a short form of."""
-    found = [] if gpus is None else [f"{WORLD}={gpus}"]
-    if hardware is None:
-        return found
-    file = Path(hardware)
-    return [*found, f"{HARDWARE}={file.absolute() if file.is_file() else hardware}"]
-
-
-def _following(path: Path, overrides: Sequence[str], gpus: int | None) -> list[str]:
-    """dp_shard as ``gpus`` asks, where neither the run file nor the command line makes it so already."""
-    if gpus is None or any(one.key == DP_SHARD for one in parse(overrides)):
-        return []
-    parallelism = load(path, overrides).config.parallelism
-    shard, left = divmod(
-        gpus,
-        parallelism.pipeline_parallel_degree
-        * parallelism.data_parallel_replicate_degree
-        * parallelism.tensor_parallel_degree,
-    )
-    if left or parallelism.data_parallel_shard_degree in (-1, shard):
-        return []  # check says what does not divide
-    return [f"{DP_SHARD}={shard}"]
 
 
 def hardware_of(job: Job) -> Hardware:

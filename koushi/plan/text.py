@@ -237,7 +237,7 @@ def would_do(wider: Wider, hardware: Hardware) -> str:
     return f"{wider.devices:,} would do{tightly} ({_of(wider.memory, hardware.chip.memory_bytes)})"
 
 
-_FLAGS = {key: flag for flag, key in SHORT.items()}
+_FLAGS = {short.key: flag for flag, short in SHORT.items()}
 
 
 def _argument(key: str, value: object) -> str:

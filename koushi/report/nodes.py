@@ -66,7 +66,7 @@ class Nodes:
         return ", ".join(f"{reached[nodes]} {texts[nodes]}" for nodes in sorted(reached))
 
 
-def devices_per_node(job: Job, hardware: str | None = None) -> int:
-    """Of ``hardware``, or of what the run file names; 8 where neither is there. Raises ConfigError."""
-    name = hardware or job.config.run.hardware
+def devices_per_node(job: Job) -> int:
+    """Of the hardware that the run file names; 8 where it names none. Raises ConfigError."""
+    name = job.config.run.hardware
     return 8 if name is None else load(name).devices_per_node

@@ -8,20 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from koushi.errors import TrainingError
-
-LOCK = ".lock"
-
-
-def is_claimed(folder: Path) -> bool:
-    """Whether a run is writing into ``folder`` now."""
-    try:
-        with (folder / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+from koushi.run_folder import LOCK
 
 
 @contextmanager

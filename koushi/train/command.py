@@ -18,7 +18,7 @@ from koushi.data.batches import open_samples
 from koushi.errors import TrainingError
 from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
-from koushi.parallel.device_mesh import resolve_device
+from koushi.parallel.device_mesh import agents_store, resolve_device
 from koushi.train.claim import claimed
 from koushi.train.launch import launch
 from koushi.train.resume import RunPlace, finished, run_place, without_hf_folder
@@ -26,15 +26,22 @@ from koushi.train.room import refuse_too_large
 from koushi.train.trainer import train_rank
 from koushi.units import count_text, counted
 
+BEGUN = "koushi/folder"
+"""Under which the store of torchrun's agents keeps the folder of the run. A restart count would not tell a restart:
+an agent counts only those for which a rank of its own is to blame."""
+
 
 def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> None:
     """Train the run file at ``path`` on its mesh, from its newest checkpoint. Raises KoushiError."""
     leads = int(os.environ.get("RANK", "0")) == 0
-    run_file, mended = without_hf_folder(load(path, overrides))
+    run_file = load(path, overrides)
+    store = agents_store(run_file.config.run.timeout)
+    begun = Path(store.get(BEGUN).decode()) if store is not None and store.check([BEGUN]) else None
+    run_file, mended = without_hf_folder(run_file, begun)
     job = check(run_file, started_world(run_file))
     if mended and leads:
         print(mended, file=sys.stderr)
-    place = run_place(job)
+    place = run_place(job, begun)
     folder = place.folder
     step = finished(job, place)
     if step is not None:
@@ -51,6 +58,8 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
     with claimed(folder) if leads else nullcontext():
         if leads:
             prepare(job, place)
+            if store is not None:
+                store.set(BEGUN, str(folder))
             print(headline(job), flush=True)
         launch(partial(train_rank, place=place), job, max_restarts)
     if leads:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from koushi.checkpoint.folders import CHECKPOINTS, published
+from koushi.checkpoint.folders import published
 from koushi.checkpoint.load import candidates, check_size, newest
 from koushi.config.load import RunFile
 from koushi.config.schema import Model, Run
 from koushi.errors import TrainingError, WeightsError
 from koushi.job import Job
 from koushi.models.llama.hf import check_folder
-from koushi.train.claim import is_claimed
-
-RUNS = Path("runs")
+from koushi.run_folder import CHECKPOINTS, run_folder
 
 
 @dataclass(frozen=True)
@@ -38,14 +35,16 @@ class RunPlace:
         return own or (candidates(self.source) if self.source is not None else [])
 
 
-def run_place(job: Job) -> RunPlace:
+def run_place(job: Job, begun: Path | None = None) -> RunPlace:
     """Where ``job`` writes and what it goes on from, as ``run.folder`` and ``run.resume`` say.
+
+    ``begun``: the folder that the launcher's first start of these ranks took; whatever is told, they go on in it.
 
     By itself a run goes on in the last of its folders, ``runs/<name>``, ``runs/<name>-2`` and so on, if that keeps
     checkpoints, and begins in the first free one if not. Raises TrainingError for a folder that already holds a run,
     CheckpointError for a checkpoint that cannot be gone on with.
     """
-    place = _place(job.config.run, job.name)
+    place = _place(job.config.run, job.name, begun)
     if place.found:
         folder, manifest = newest(place.found)
         check_size(folder, manifest.head, job.size)
@@ -57,14 +56,16 @@ def run_place(job: Job) -> RunPlace:
     return place
 
 
-def _place(run: Run, name: str) -> RunPlace:
+def _place(run: Run, name: str, begun: Path | None) -> RunPlace:
     source = None if run.resume in ("auto", "never") else Path(run.resume)
+    if begun is not None:
+        return RunPlace(begun, source)
     # A world that the launcher has restarted goes on with what its first start began.
     continues = run.resume == "auto" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return RunPlace(_folder(run, name, continues), source)
+    return RunPlace(run_folder(run, name, continues), source)
 
 
-def without_hf_folder(run_file: RunFile) -> tuple[RunFile, str]:
+def without_hf_folder(run_file: RunFile, begun: Path | None = None) -> tuple[RunFile, str]:
     """``run_file`` with the model of the checkpoint that it goes on from, where ``model.hf`` cannot be read any more.
 
     The weights come from the checkpoint anyway. Also says so, in words; ``run_file`` itself and nothing where there is
@@ -79,7 +80,7 @@ def without_hf_folder(run_file: RunFile) -> tuple[RunFile, str]:
         reason = error.reasons[0]
     else:
         return run_file, ""
-    place = _place(run_file.config.run, run_file.path.stem)
+    place = _place(run_file.config.run, run_file.path.stem, begun)
     if not place.found:
         return run_file, ""
     folder, manifest = newest(place.found)
@@ -100,30 +101,3 @@ def finished(job: Job, place: RunPlace) -> int | None:
         return None
     step = newest(own)[1].head.step
     return step if step >= job.config.training.steps else None
-
-
-def _folder(run: Run, name: str, continues: bool) -> Path:
-    if run.folder is not None:
-        folder = Path(run.folder)
-        if holds_run(folder) and not (continues and (folder / CHECKPOINTS).is_dir()):
-            raise TrainingError(
-                f"run.folder {folder} already holds a run{_why_not(folder)}; name another folder, or remove it"
-            )
-        return folder
-    last: Path | None = None
-    for count in itertools.count(1):
-        folder = RUNS / (name if count == 1 else f"{name}-{count}")
-        if not holds_run(folder) and not is_claimed(folder):
-            return last if continues and last is not None and (last / CHECKPOINTS).is_dir() else folder
-        last = folder
-    raise AssertionError("unreachable: there is always a next number")
-
-
-def _why_not(folder: Path) -> str:
-    if (folder / CHECKPOINTS).is_dir():
-        return ", which only run.resume auto goes on with"
-    return " without checkpoints"
-
-
-def holds_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").exists()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from koushi.check.summary import summary
 from koushi.job import Job
+from koushi.train.claim import claimed
 
 
 def test_one_screen(checked: Callable[..., Job]) -> None:
@@ -26,6 +30,28 @@ def test_one_screen(checked: Callable[..., Job]) -> None:
         "batch    8 samples = 1 data-parallel ranks x 4 microbatches x 2; 1.02K tokens a step",
         "run      10 steps, 10.24K tokens, into runs/run",
     ]
+
+
+def test_the_folder_is_the_one_that_training_would_take(
+    checked: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def said(run: str = "{}") -> str:
+        return summary(checked(f"run: {run}\n")).partition(" tokens, ")[2]
+
+    assert said() == "into runs/run"
+    assert not (tmp_path / "runs").exists()
+    first = Path("runs/run")
+    first.mkdir(parents=True)
+    (first / "metrics.jsonl").touch()
+    assert said() == "into runs/run-2"
+    assert "which would not start: run.folder runs/run already holds a run without" in said("{folder: runs/run}")
+    (first / "checkpoints").mkdir()
+    assert said() == "into runs/run, with what is there already"
+    assert said("{resume: never}") == "into runs/run-2"
+    with claimed(Path("runs/run-2")):
+        assert said("{resume: never}") == "into runs/run-3"
 
 
 def test_parameters_are_counted_as_published(checked: Callable[..., Job]) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from koushi.check.check import check
-from koushi.checkpoint.folders import CHECKPOINTS, step_folder
+from koushi.checkpoint.folders import step_folder
 from koushi.checkpoint.tensors import CheckpointFiles
 from koushi.config.load import load
 from koushi.job import Job
+from koushi.run_folder import CHECKPOINTS
 from koushi.train.launch import launch
 from koushi.train.resume import RunPlace
 from koushi.train.trainer import train_rank

@@ -340,6 +340,12 @@ def test_where_a_run_goes_on(whole: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert place("run.resume=never") == RunPlace(runs / "run-3")
     assert place(f"run.resume={five}").found[0] == checkpoint(runs / "run-3", 10)
+    # Where its first folder is known, that counts, whether or not it has come far enough to hold a run.
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    for resume, source in (("auto", None), ("never", None), (str(five), five)):
+        job = job_of(tmp_path, *ONE, f"run.resume={resume}", "run.folder=elsewhere")
+        assert run_place(job, runs / "run-4") == RunPlace(runs / "run-4", source)
+        assert run_place(job, runs / "run").found[0] == checkpoint(runs / "run", 10)
 
 
 def test_a_finished_run_is_not_begun_again(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from hf_models import LLAMA3, load, make
 
 from koushi.check.check import check
-from koushi.checkpoint.folders import CHECKPOINTS, step_folder
+from koushi.checkpoint.folders import step_folder
 from koushi.checkpoint.hf import HfWeights
 from koushi.config.load import load as load_run
 from koushi.data.batches import open_samples, train_batch
 from koushi.data.samples import IGNORE_INDEX
 from koushi.errors import CheckpointError, ConfigError
 from koushi.job import Job
+from koushi.run_folder import CHECKPOINTS
 from koushi.train.command import train
 from koushi.verify.command import run_recorded
 from koushi.verify.compare import TOLERANCES, compare

@@ -54,7 +54,7 @@ def test_mesh_with_the_world_of_a_launcher(capsys: Printed) -> None:
         (["mesh", DEBUG, "--rank", "0", "--parameter", "tok_embedings.weight"], "did you mean tok_embeddings.weight?"),
         (["mesh", DEBUG, "--parameter", "output"], "--parameter and --step explain one rank: add --rank R"),
         (["mesh", DEBUG, "--step", "2"], "--parameter and --step explain one rank: add --rank R"),
-        (["mesh", DEBUG, "--node-size", "0"], "Invalid value for '--node-size'"),
+        (["mesh", DEBUG, "--gpus-per-node", "0"], "Invalid value for '--gpus-per-node'"),
         (["mesh", DEBUG, "--tp", "3"], "8 heads do not divide over tp 3"),
         (["mesh", "nowhere.yaml"], "nowhere.yaml:1:1: no such file"),
         (["mesh"], "no run file was named"),

@@ -87,8 +87,8 @@ def test_what_is_not_overridden_stays(run_file: Path) -> None:
         (
             ["--tp-size=3"],
             "command line (--tp-size=3): tp-size: is not a key of a run file; the keys are model, parallelism, "
-            "training, precision, optimizer, lr_schedule, data, validation, metrics, checkpoint, run, debug, --tp, "
-            "--pp, --dp-shard, --dp-replicate",
+            "training, precision, optimizer, lr_schedule, data, validation, metrics, checkpoint, run, debug, --gpus, "
+            "--hardware, --pp, --dp-replicate, --dp-shard, --tp",
         ),
         (
             ["model=llama3-8b"],
@@ -122,6 +122,42 @@ def test_an_override_mends_a_wrong_value_in_the_file(tmp_path: Path) -> None:
     path.write_text("training: {steps: ten}\n")
     assert len(messages(load(path))) == 1
     assert messages(load(path, ["training.steps=10"])) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shard", "follows"),
+    [
+        (["--gpus", "12"], 6, True),
+        (["training.steps=2", "--gpus=12", "--pp", "2"], 3, True),
+        (["--gpus", "12", "--gpus", "4"], 2, True),
+        (["--gpus", "2"], 1, False),  # as it is
+        (["--gpus", "12", "--dp-shard", "3"], 3, False),
+        (["--gpus", "12", "parallelism.data_parallel_shard_degree=-1"], -1, False),
+        (["--gpus", "7"], 1, False),  # for the check to refuse
+        (["--gpus", "twelve"], 1, False),
+        (["--gpus", "0"], 1, False),
+        (["--gpus", "8", "--tp", "two"], 1, False),
+        (["--gpus"], 1, False),
+        (["parallelism.world_size=12"], 1, False),
+    ],
+)
+def test_dp_shard_follows_gpus(run_file: Path, arguments: list[str], shard: int, follows: bool) -> None:
+    loaded = load(run_file, arguments)
+    assert loaded.config.parallelism.data_parallel_shard_degree == shard
+    assert loaded.follows is follows
+    if follows:
+        key = "parallelism.data_parallel_shard_degree"
+        assert loaded.places[key] == loaded.places["parallelism.world_size"]
+        assert loaded.values["parallelism"]["data_parallel_shard_degree"] == shard
+
+
+def test_a_hardware_file_is_found_from_here(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.yaml").write_text("name: mine\n")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load(run_file, ["--hardware", "mine.yaml"]).config.run.hardware == str(Path("mine.yaml").absolute())
+    assert load(run_file, ["--hardware", "h100"]).config.run.hardware == "h100"
+    assert load(run_file, ["run.hardware=mine.yaml"]).config.run.hardware == "mine.yaml"
 
 
 def test_every_argument_is_numbered_in_order() -> None:

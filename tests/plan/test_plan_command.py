@@ -91,6 +91,10 @@ def test_what_does_not_fit_ends_with_3_and_says_where(small: str, capsys: pytest
 def test_wrong_input_ends_with_2(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(small, "--gpus", "6", "--tp", "4") == 2
     assert "the degrees multiply to 16" in capsys.readouterr().err
+    for search in ([], ["--search"]):
+        for gpus in ("0", "six", "1048577"):
+            assert run(small, "--gpus", gpus, *search) == 2
+            assert f"command line (--gpus {gpus}): parallelism.world_size: is " in capsys.readouterr().err
     assert run(small, "--hardware", "h1000") == 2
     assert "did you mean h100?" in capsys.readouterr().err
     assert run(small, "--write", "x.yaml") == 2

@@ -91,6 +91,41 @@ def test_a_fold_lights_its_ranks_alone(page: Page, fold: str) -> None:
     assert lit(page) == {"fold": set(mesh.group(37, *FOLDS[fold])) - {37}, "here": {37}}
 
 
+def strengths(page: Page, name: str) -> list[float]:
+    """Of what is lit as ``name``, by rank."""
+    script = "cells => cells.map(cell => [Number(cell.dataset.rank), Number(cell.style.fillOpacity)])"
+    return [strength for _, strength in sorted(page.eval_on_selector_all(f'[data-lit~="{name}"]', script))]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_mesh_of_one_dim_is_not_one_colour(browser: Browser, tmp_path: Path, theme: str) -> None:
+    path = written(tmp_path, "parallelism.world_size=null", "--pp=1", "--dp-replicate=1", "--tp=1", "--dp-shard=64")
+    opened = Watched(browser, path, color_scheme=theme)
+    page = opened.page
+    page.hover('[data-rank="20"]')
+    assert lit(page) == {"here": {20}, "dp_shard": set(range(64)) - {20}}
+    found = strengths(page, "dp_shard")
+    assert found == sorted(found) and len(set(found)) == 63 and found[-1] == 1 and found[0] >= 0.3
+    assert page.inner_text("#scales").split() == ["dp_shard", "0", "63"]
+    assert "one group of all 64" in page.inner_text("#submesh"), "the only sub-mesh need not be chosen"
+    rows = page.eval_on_selector_all(".node", "boxes => boxes.map(box => box.getAttribute('y'))")
+    assert {rows.count(one) for one in rows} == {2}, "eight nodes in full rows"
+    opened.page.close()
+
+
+def test_colours_grow_stronger_along_every_group(page: Page) -> None:
+    page.hover('[data-rank="127"]')
+    for dim in DIMS:
+        found = strengths(page, dim)
+        assert found == sorted(found) and len(set(found)) == len(found) == len(lit(page)[dim])
+    scales = page.eval_on_selector_all("[data-scale]", "scales => scales.map(scale => scale.textContent)")
+    assert scales == ["pp 01", "dp_replicate 01", "dp_shard 03", "tp 07"]
+    used = page.eval_on_selector_all("#submesh [data-submesh]", "rows => rows.map(row => row.dataset.submesh)")
+    assert used == list(DIMS)
+    page.click('[data-view="tp"]')
+    assert page.inner_text("#scales").split() == ["tp", "0", "7"]
+
+
 def test_a_held_rank_stays_until_it_is_let_go(page: Page) -> None:
     page.click('[data-rank="37"]')
     page.hover('[data-rank="5"]')

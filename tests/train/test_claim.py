@@ -10,7 +10,8 @@ import pytest
 from tiny import tiny_file, tiny_job
 
 from koushi.errors import TrainingError
-from koushi.train.claim import claimed, is_claimed
+from koushi.run_folder import is_claimed
+from koushi.train.claim import claimed
 from koushi.train.command import train
 from koushi.train.resume import run_place
 

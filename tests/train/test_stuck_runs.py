@@ -16,9 +16,9 @@ import pytest
 import torch
 from tiny import tiny_job
 
-from koushi.checkpoint.folders import CHECKPOINTS
 from koushi.errors import RankFailure
 from koushi.job import Job
+from koushi.run_folder import CHECKPOINTS
 from koushi.train.launch import launch
 from koushi.train.resume import RunPlace
 from koushi.train.step import TrainStep

@@ -14,10 +14,10 @@ from koushi.report.page.data import page_data
 from koushi.units import bytes_text
 
 
-def write_page(run_file: RunFile, job: Job, hardware: str | None, path: Path, show: bool) -> str:
+def write_page(run_file: RunFile, job: Job, path: Path, show: bool) -> str:
     """Write the page of ``job`` to ``path``; a sentence on what was written. Raises KoushiError."""
     check_target(path, PAGE, run_file.path)
-    name = hardware or job.config.run.hardware or ASSUMED
+    name = job.config.run.hardware or ASSUMED
     text = assemble(job.name, page_data(run_file, job, load(name)))
     write_text(path, text, PAGE, run_file.path)
     if show:

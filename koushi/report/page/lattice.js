@@ -2,6 +2,12 @@
 const SVG = "http://www.w3.org/2000/svg";
 const PATTERNS = { tp: "M0 6 6 0", pp: "M0 3H6", dp_shard: "M3 0V6", dp_replicate: "M0 0 6 6", cp: "M0 3H6M3 0V6", fold: "M0 6 6 0M0 0 6 6" };
 
+const FAINTEST = .4;
+const LOW = 420; // px of the board
+
+// How strong a colour is at an index along a group of so many.
+function strength(index, count) { return count > 1 ? FAINTEST + (1 - FAINTEST) * index / (count - 1) : 1; }
+
 function draw(tag, attributes, parent, text) {
   const made = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -57,11 +63,16 @@ class Lattice {
     const columns = Math.min(perNode, Math.max(1, Math.floor((this.width - 2 * pad) / (least + gap))));
     const rows = Math.ceil(perNode / columns);
     const boxOf = (size) => columns * (size + gap) - gap + 2 * pad;
-    const across = Math.max(1, Math.min(nodes, Math.floor((this.width + between) / (boxOf(least) + between))));
-    // Cells grow until the boxes fill the width.
-    const size = Math.min(34, ((this.width + between) / across - between - 2 * pad + gap) / columns - gap);
+    const most = Math.max(1, Math.min(nodes, Math.floor((this.width + between) / (boxOf(least) + between))));
+    // Cells grow until the boxes fill the width, in fewer columns as long as the board stays low. Full rows let what is
+    // alike stand one above the other.
+    const sizeOf = (across) => Math.min(34, ((this.width + between) / across - between - 2 * pad + gap) / columns - gap);
+    const heightOf = (across) => Math.ceil(nodes / across) * (rows * (sizeOf(across) + gap) - gap + 2 * pad + head + between);
+    const full = Array.from({ length: most }, (_, index) => most - index).filter((columns) => nodes % columns === 0);
+    const fitting = full.filter((columns, index) => (index === 0 ? columns > most / 2 : heightOf(columns) <= LOW));
+    const across = fitting.at(-1) ?? most;
+    const size = sizeOf(across), height = heightOf(across);
     const boxWidth = boxOf(size), boxHeight = rows * (size + gap) - gap + 2 * pad + head;
-    const height = Math.ceil(nodes / across) * (boxHeight + between);
     const svg = draw("svg", { viewBox: `0 0 ${this.width} ${height}`, tabindex: 0, role: "application" });
     const patterns = draw("defs", {}, svg);
     for (const [name, path] of Object.entries(PATTERNS)) {
@@ -111,18 +122,18 @@ class Lattice {
   }
 
   light() {
-    for (const cell of this.lit) { cell.style.fill = ""; cell.classList.remove("here"); delete cell.dataset.lit; }
+    for (const cell of this.lit) { cell.style.fill = cell.style.fillOpacity = ""; cell.classList.remove("here"); delete cell.dataset.lit; }
     this.lit = [];
-    const mark = (rank, name) => {
+    const mark = (rank, name, share) => {
       const cell = this.cells[rank];
       cell.style.fill = `url(#lit-${name})`;
+      cell.style.fillOpacity = share;
       cell.dataset.lit = cell.dataset.lit ? `${cell.dataset.lit} ${name}` : name;
       this.lit.push(cell);
     };
     for (const [name, dims] of shownViews()) {
-      if (degree(state.layout, dims) === 1) continue;
-      const colour = name in PATTERNS ? name : "fold";
-      for (const rank of group(state.layout, state.rank, dims)) if (rank !== state.rank) mark(rank, colour);
+      const members = group(state.layout, state.rank, dims);
+      members.forEach((rank, index) => { if (rank !== state.rank) mark(rank, colourOf(name), strength(index, members.length)); });
     }
     const here = this.cells[state.rank];
     here.classList.add("here");
@@ -133,8 +144,20 @@ class Lattice {
   }
 }
 
+function colourOf(name) { return name in PATTERNS ? name : "fold"; }
+
 // The sub-meshes and folds that are to be lit: [name, its dims].
 function shownViews() {
   if (state.view === "") return DATA.dims.map((dim) => [dim, [dim]]);
   return [[state.view, DATA.folds[state.view] ?? [state.view]]];
+}
+
+// What the colours of the lit cells mean: first to last along each group.
+function showScales(place) {
+  const lit = shownViews().filter(([, dims]) => degree(state.layout, dims) > 1);
+  place.replaceChildren(...lit.map(([name, dims]) => {
+    const count = degree(state.layout, dims), steps = Math.min(count, 8);
+    const shades = Array.from({ length: steps }, (_, step) => element("i", { style: `background:var(--${colourOf(name)});opacity:${strength(step, steps)}` }));
+    return element("span", { "data-scale": name }, `${name} 0`, element("span", { class: "scale" }, ...shades), String(count - 1));
+  }));
 }

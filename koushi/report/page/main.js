@@ -10,7 +10,7 @@ function ranksText(ranks) {
   return ranks.length > 16 ? `${shown} … ${word("more", { count: ranks.length - 16 })}` : shown;
 }
 
-function chip(name) { return element("span", { class: "chip", style: `background:var(--${name in PATTERNS ? name : "fold"})` }); }
+function chip(name) { return element("span", { class: "chip", style: `background:var(--${colourOf(name)})` }); }
 
 function showRank() {
   const here = coordinate(state.layout, state.rank);
@@ -27,11 +27,13 @@ function showRank() {
 }
 
 function showSubmesh() {
-  const place = at("submesh"), dims = DATA.folds[state.view] ?? [state.view];
-  if (state.view === "") { place.replaceChildren(word("choose")); return; }
-  const about = state.layout.submeshes[state.view], count = degree(state.layout, dims);
-  const lines = [element("h3", {}, chip(state.view), `${state.view}: ${word(state.view)}`),
-    element("p", {}, word("groups", { groups: DATA.world / count, degree: count }))];
+  const busy = DATA.dims.filter((dim) => degree(state.layout, [dim]) > 1);
+  const view = state.view || (busy.length === 1 ? busy[0] : "");
+  const place = at("submesh"), dims = DATA.folds[view] ?? [view];
+  if (view === "") { place.replaceChildren(...allSubmeshes(busy), element("p", { class: "hint" }, word(busy.length ? "choose" : "noGroups"))); return; }
+  const about = state.layout.submeshes[view], count = degree(state.layout, dims);
+  const lines = [element("h3", {}, chip(view), `${view}: ${word(view)}`),
+    element("p", {}, word(count === DATA.world ? "oneGroup" : "groups", { groups: DATA.world / count, degree: count }))];
   if (count === 1) lines.push(element("p", {}, word("quiet")));
   else if (about) {
     lines.push(element("p", {}, `${word("link")}: ${about.link} (${word(about.crosses ? "across" : "inside")})`));
@@ -43,13 +45,24 @@ function showSubmesh() {
   place.replaceChildren(...lines);
 }
 
+// What travels on each sub-mesh in a step.
+function allSubmeshes(busy) {
+  if (!busy.length) return [];
+  const head = element("tr", {}, ...["submesh", "link", "bytes", "exposed"].map((key, index) => element("th", index > 1 ? { class: "n" } : {}, word(key))));
+  return [element("table", {}, head, ...busy.map((dim) => {
+    const about = state.layout.submeshes[dim];
+    return element("tr", { "data-submesh": dim }, element("td", {}, chip(dim), dim), element("td", {}, about ? word(about.crosses ? "across" : "inside") : "—"),
+      element("td", { class: "n" }, about ? bytesText(about.bytes) : "—"), element("td", { class: "n" }, about ? secondsText(about.exposed) : "—"));
+  }))];
+}
+
 function showViews() {
   const options = [["", word("allViews")], ...DATA.dims.map((dim) => [dim, dim]), ...Object.keys(DATA.folds).map((name) => [name, word("fold", { name })])];
   at("views").replaceChildren(...options.map(([name, text]) => {
     const button = element("button", { type: "button", role: "radio", "data-view": name, "aria-checked": String(state.view === name) });
     if (name) button.append(chip(name));
     button.append(text);
-    button.addEventListener("click", () => { state.view = name; showViews(); lattice.light(); showRank(); showSubmesh(); at("views").querySelector(`[data-view="${name}"]`).focus(); });
+    button.addEventListener("click", () => { state.view = name; showViews(); lattice.light(); showScales(at("scales")); showRank(); showSubmesh(); at("views").querySelector(`[data-view="${name}"]`).focus(); });
     return button;
   }));
 }
@@ -111,6 +124,7 @@ function showLayout() {
   at("about").textContent = `${DATA.about} [${DATA.dims.map((dim, axis) => `${dim}=${state.layout.shape[axis]}`).join(", ")}]`;
   showFigures();
   lattice.svg && lattice.light();
+  showScales(at("scales"));
   showRank();
   showSubmesh();
   showMemory(at("memory-bars"), state.layout);
