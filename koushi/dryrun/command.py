@@ -81,7 +81,8 @@ def run_dry(job: Job, *, every_event: bool = False) -> DryRun:
     classes = rank_classes(job)
     ranks = [one.representative for one in classes]
     found = whole(job, kind, ranks) if every_event else traces(job, kind, classes)
-    findings = audit_job(for_audit(job), kind)
+    audited = for_audit(job)
+    findings = audit_job(audited, kind, together=audited is not job)
     return DryRun(job, kind, classes, found, findings, disagreements(job, kind, found))
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from koushi.dryrun.flops import FlopLog
 from koushi.dryrun.memory import MemoryLog, Peak
+from koushi.dryrun.shapes import KnownShapes
 from koushi.dryrun.world import DeviceKind, gathered, world
 from koushi.job import Job
 from koushi.optim.adamw import AdamW, Moments
@@ -68,7 +69,7 @@ def traced_step(job: Job, world_mesh: DeviceMesh, device: torch.device, tokens: 
         zeros = torch.zeros_like(parameter.value), torch.zeros_like(parameter.value)
         optimizer.moments[parameter.name] = Moments(*zeros)
     step = _ObservedStep(job, model, optimizer)
-    recorder = Recorder(job.mesh, model.parts, (memory, flops))
+    recorder = Recorder(job.mesh, model.parts, (memory, flops), KnownShapes())
     memory.place = flops.place = lambda: ("optimizer", "") if step.is_backward_done else recorder.place()
     with memory.watching(), _no_collection():
         _begin(memory, model, optimizer, (tokens, labels))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast, final
 
@@ -27,6 +27,8 @@ from koushi.parallel.calls import Call, Operator, Reader, dtype_name, reader, te
 from koushi.parallel.exchanges import Exchanges
 from koushi.parallel.frames import Caller, Site, caller
 from koushi.traffic import Collective, Phase, Traffic
+
+Run = Callable[[Operator, tuple[Any, ...], Mapping[str, Any]], Any]
 
 UNKNOWN_NODE = 2**63
 """Autograd numbers nodes that accumulate gradients from the top; they belong to no module's interval."""
@@ -96,15 +98,25 @@ def submesh_name(mesh: MeshSpec, ranks: Sequence[int]) -> str | None:
     return ",".join(varying) if mesh.group(ranks[0], *varying) == tuple(ranks) else None
 
 
+def _run(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return operator(*args, **kwargs)
+
+
 @final
 class Recorder(TorchDispatchMode):
-    """Records the step that runs inside ``with``; ``parts`` are this rank's stages."""
+    """Records the step that runs inside ``with``; ``parts`` are this rank's stages.
 
-    def __init__(self, mesh: MeshSpec, parts: Mapping[int, nn.Module], observers: Sequence[Observer] = ()):
+    ``run`` runs operators, and may know a shorter way to their outputs.
+    """
+
+    def __init__(
+        self, mesh: MeshSpec, parts: Mapping[int, nn.Module], observers: Sequence[Observer] = (), run: Run = _run
+    ):
         super().__init__()  # type: ignore[no-untyped-call]
         self._mesh = mesh
         self._rank = dist.get_rank()
         self._observers = tuple(observers)
+        self._run = run
         self._events: list[Event] = []
         self._readers: dict[Operator, Reader | None] = {}
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -151,7 +163,7 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # comes again with its local tensors
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         node = current_node()
         if node is not None:
             self._last_backward = len(self._events)

@@ -317,8 +317,9 @@ class _Rank:
         any_shards = any(self.shards)
         for situation in found:
             total, shards = self._done_with(situation.reduced)
-            total += _dot(situation.counts, self.totals)
-            shards += _dot(situation.counts, self.shards) if any_shards else 0
+            total += sum(map(mul, situation.counts, self.totals))
+            if any_shards:
+                shards += _dot(situation.counts, self.shards)
             span = self.held[situation.kind].span(situation)
             compute_highest = max(compute_highest, total - shards + span.compute_highest)
             shards_highest = max(shards_highest, shards + span.stream_highest[0])

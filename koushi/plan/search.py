@@ -2,7 +2,8 @@
 
 Best first: layouts are grouped by what their costs have in common, each group has a bound that no member
 beats, and the group with the lowest bound is opened next. What can neither be among the fastest nor be
-smaller than all that is faster is never opened, so that nothing is lost (``tests/plan/test_search.py``).
+smaller than all that is faster is never opened, and what is too large as a whole waits until it is asked how
+much was missing, so that nothing is lost (``tests/plan/test_search.py``).
 """
 
 from __future__ import annotations
@@ -175,14 +176,16 @@ class _Search:
                 break
             if isinstance(item, _Family):
                 self._spread_family(item, fastest)
-            elif max(floor, costs.layout_floor(item.split, item.layout)) < fastest:
-                insort(found, (memory, floor, item.layout))
+            else:
+                floor = max(floor, costs.layout_floor(item.split, item.layout))
+                if floor < fastest:
+                    insort(found, (memory, floor, item.layout))
         judged = [Scored(one, costs.step_seconds(one), costs.memory(one)) for _, _, one in found[: MISSES + 1]]
         faster = (one for one in judged if one.seconds < fastest)
         return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])
 
     def _spread_family(self, item: _Family, fastest: float) -> None:
-        """Over those of a family that is too large that may be as fast."""
+        """Over those of a family that are fast enough, all of them too large."""
         split, recompute, family = item
         for pipeline in self._pipelines(item):
             if FAMILIES[pipeline.schedule] == family:

@@ -48,9 +48,17 @@ class TrainStep:
 
     def compute(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of the global batch; finished, unclipped gradients stay on the parameters."""
-        model = self._model
-        model.loss.total = self._total_tokens(labels)
+        self.accumulate(tokens, labels)
+        return self.scalars()
+
+    def accumulate(self, tokens: Tensor, labels: Tensor) -> None:
+        """Forward and backward of every microbatch, the first half of ``compute``."""
+        self._model.loss.total = self._total_tokens(labels)
         self._local_loss = self.forward_backward(tokens, labels)
+
+    def scalars(self) -> tuple[Tensor, Tensor]:
+        """Finish the gradients and sum up loss and norm, the second half of ``compute``."""
+        model = self._model
         gradients.finish(model.parameters, model.groups, model.tied_ends)
         loss, squared = gradients.sum_scalars(self._local_loss, gradients.squared_norm(model.parameters), model.groups)
         return loss, squared.sqrt()

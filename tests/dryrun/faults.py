@@ -19,13 +19,13 @@ from koushi.train.step import TrainStep
 
 
 def _before_step(patch: Patch, work: Callable[[compose.ParallelModel], None]) -> None:
-    original = TrainStep.compute
+    original = TrainStep.accumulate
 
-    def compute(self: TrainStep, *batch: Any) -> Any:
+    def accumulate(self: TrainStep, *batch: Any) -> None:
         work(self._model)
-        return original(self, *batch)
+        original(self, *batch)
 
-    patch.setattr(TrainStep, "compute", compute)
+    patch.setattr(TrainStep, "accumulate", accumulate)
 
 
 def _after_backward(patch: Patch, work: Callable[[Any, Any], None]) -> None:

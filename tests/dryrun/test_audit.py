@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from faults import FAULTS, PP2, PP4, REPLICATE2, SHARD2, TP2, Fault
 from tiny import tiny_job
 
+from koushi.dryrun import audited
 from koushi.dryrun.audited import audit_job
 from koushi.dryrun.findings import EXEMPTIONS, Finding
+from koushi.dryrun.forks import in_forks
+from koushi.dryrun.ranks import rank_classes
 
 SOUND = (
     (),
@@ -67,3 +72,26 @@ def test_every_fault_is_sound_without_its_patch() -> None:
 
 def test_every_exemption_has_a_reason() -> None:
     assert all(len(one.reason.split()) > 5 for one in EXEMPTIONS)
+
+
+def test_ranks_along_tp_that_run_together_are_as_they_are_alone(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, *PP2, *SHARD2, *TP2, "model.n_layers=2")
+    ranks = [one.representative for one in rank_classes(job, counting=True)]
+    groups = audited.apart_along_tp(job, ranks)
+    assert sorted(rank for group in groups for rank in group) == ranks
+    assert [len(group) for group in groups] == [2, 2]
+    together = in_forks(partial(audited.records, job, "cpu"), groups)
+    alone = in_forks(partial(audited.record, job, "cpu"), ranks)
+    for rank, one in zip(chain(*groups), chain(*together), strict=True):
+        other = alone[ranks.index(rank)]
+        assert one.ledger == other.ledger
+        assert one.facts == other.facts
+    counting = {rank: sum(each.counts_copies for each in one.facts) for rank, one in zip(ranks, alone, strict=True)}
+    assert len(set(counting.values())) == 2, "they differ in what they count"
+
+
+def test_a_ledger_moves_along_tp(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, *PP2, *SHARD2, *TP2, "model.n_layers=2")
+    one, other = in_forks(partial(audited.record, job, "cpu"), [2, 3])
+    assert audited.moved_along_tp(one.ledger, 3) == other.ledger
+    assert audited.moved_along_tp(one.ledger, 2) is one.ledger

@@ -53,7 +53,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_findings_end_with_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "audit_job", lambda job, kind: ["lonely: an all-reduce that none needs"])
+    monkeypatch.setattr(command, "audit_job", lambda job, kind, **_: ["lonely: an all-reduce that none needs"])
     assert run(str(tiny_file(tmp_path))) == 1
     said = capsys.readouterr()
     assert "the audit has 1 finding\nlonely: an all-reduce that none needs" in said.err

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +13,16 @@ from koushi.hardware.hardware import Hardware, load
 from koushi.models.llama.sizes import LlamaSize
 from koushi.plan.layouts import Layout, Pipeline, Question, layers_of, layouts, mesh_of, split_of
 from koushi.plan.memory import every_rank
-from koushi.plan.moments import moments, per_round, v_moments
+from koushi.plan.moments import (
+    FAMILIES,
+    Counts,
+    fewest_in_flight,
+    fewest_layers,
+    moments,
+    per_round,
+    share,
+    v_moments,
+)
 from koushi.plan.plan import TIGHT
 from koushi.plan.schedule import actions
 from koushi.plan.score import Costs, Scored
@@ -104,6 +114,7 @@ def test_nothing_is_lost(world: str) -> None:
         (round(seconds, 9), memory) for seconds, memory in front_of(fitting)
     }
     assert all(one.memory > gib * 2**30 and one.seconds < result.best[0].seconds for one in result.misses)
+    assert bool(result.misses) is any(one.memory > gib * 2**30 and one.seconds < wanted[0][0] for one in every)
     roomy = [one.seconds for one in fitting if one.memory <= TIGHT * gib * 2**30]
     fastest = min(roomy) if roomy and min(roomy) <= SLOWEST * wanted[0][0] else wanted[0][0]
     assert result.chosen is not None
@@ -126,6 +137,8 @@ def test_bounds_are_below_what_they_bound(world: str) -> None:
         assert max(floors) <= one.seconds, layout
         assert costs.memory_floor(split, layout) <= one.memory, layout
         assert costs.room.split_floor(split, layout.dp_shard) <= one.memory, layout
+        family = FAMILIES[layout.pipeline.schedule]
+        assert costs.family_memory_floor(split, layout.recompute, family) <= costs.memory_floor(split, layout), layout
         assert costs.seconds(split, layout) == pytest.approx(one.seconds)
         if layout.pipeline.stages_per_rank <= MOST_UNSHARDED:
             assert floors[-1] == pytest.approx(one.seconds)
@@ -176,6 +189,61 @@ def test_moments_are_those_of_the_schedules() -> None:
                 assert there in seen, (schedule, pp, per_rank, microbatches, rank)
                 tried += 1
     assert tried > 1000
+
+
+def test_no_second_rank_has_less_in_flight_than_its_family() -> None:
+    """With as many layers as there are stages and more, so that stages are uneven in every way."""
+    tried: Counter[str] = Counter()
+    for schedule, pp, per_rank, microbatches in schedule_cases():
+        family = FAMILIES[schedule]
+        for n_layers in range(pp * per_rank, 3 * pp * per_rank + 2):
+            found = share(n_layers, Pipeline(pp, schedule, per_rank), microbatches, 1)
+            kept, adding = found.moments[0]
+            assert adding == Counts()
+            tried[family] += 1
+            if family == "v-shaped":
+                assert kept == share(n_layers, Pipeline(pp, "ZBVZeroBubble", 2), microbatches, 1).moments[0][0]
+                continue
+            layers = fewest_layers(n_layers, pp)
+            assert found.stages.layers >= layers
+            assert kept.layers >= fewest_in_flight(family, pp, microbatches) * layers, (schedule, pp, per_rank)
+            gathered = sorted(one.layers for one in found.largest)[-MOST_UNSHARDED:]
+            assert sum(gathered) >= min(layers, MOST_UNSHARDED)
+    assert len(tried) == 3
+    assert min(tried.values()) > 500
+
+
+def test_what_a_rank_keeps_is_what_its_stages_keep() -> None:
+    """Counts by closed forms, held against stages counted one by one."""
+    tried = 0
+    for schedule, pp, per_rank, microbatches in schedule_cases():
+        if SCHEDULES[schedule].v_shaped:
+            continue
+        each, n_layers = per_round(schedule, pp, per_rank, microbatches), 2 * pp * per_rank + 1
+        for rank in range(pp):
+            held = stages_of_rank(schedule, pp, pp * per_rank, rank)
+            layers = [layers_of(n_layers, pp * per_rank)[stage] for stage in held]
+            ends = [(stage == 0, stage == pp * per_rank - 1) for stage in held]
+            found = share(n_layers, Pipeline(pp, schedule, per_rank), microbatches, rank).moments
+            times = moments(schedule, pp, per_rank, microbatches, rank)
+            for (kept, adding), (forwards, backwards, freed) in zip(found, times, strict=True):
+                down = in_turns(forwards, per_rank, each)
+                up, gone = (in_turns(done, per_rank, each)[::-1] for done in (backwards, freed))
+                there = [one - other for one, other in zip(down, up, strict=True)]
+                blocks = sum((one - other) * many for one, other, many in zip(down, gone, layers, strict=True))
+                summed = [one > 0 and other < microbatches for one, other in zip(gone, up, strict=True)]
+                assert kept == Counts(blocks, *by_end(there, ends))
+                assert adding == Counts(
+                    sum(many for many, adds in zip(layers, summed, strict=True) if adds), *by_end(summed, ends)
+                )
+                tried += 1
+    assert tried > 1000
+
+
+def by_end(counts: Sequence[int], ends: Sequence[tuple[bool, bool]]) -> tuple[int, int, int]:
+    """Of first, middle and last stages."""
+    first, last = (sum(n for n, end in zip(counts, ends, strict=True) if end[which]) for which in (0, 1))
+    return first, sum(counts) - first - last, last
 
 
 def schedule_cases() -> Iterator[tuple[str, int, int, int]]:
