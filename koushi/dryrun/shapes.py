@@ -79,7 +79,7 @@ def _describe(values: tuple[Any, ...] | list[Any], key: list[Hashable]) -> None:
             key.append(len(value))
             _describe(value, key)
         else:
-            key += (type(value), value)
+            key += [type(value).__name__, value]
 
 
 def _as_made(out: Any) -> Made | None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from koushi.checkpoint.hf import HfWeights
 from koushi.checkpoint.weights import fill_from
-from koushi.config.schema import JobConfig
+from koushi.config.schema import JobConfig, Training
 from koushi.job import Job
 from koushi.layout import Replicate
 from koushi.loss import token_loss_sum
@@ -51,12 +51,7 @@ def parallelize_part(part: Llama, world_mesh: DeviceMesh, dims: ParallelDims, co
         tensor.apply(part, submesh, tensor_parallel_options(part.size, dims.tp, submesh.get_local_rank()))
     precision.apply(part, compute)
     for block in part.layers.values():
-        # What is made again in full is compiled on its own; selective recompute is a part of what is compiled.
-        if config.training.compile and config.training.recompute == "full":
-            compile.apply(block)
-        recompute.apply(block, config.training.recompute)
-        if config.training.compile and config.training.recompute != "full":
-            compile.apply(block)
+        recompute_and_compile(block, config.training)
     if dims.dp_replicate * dims.dp_shard > 1:
         submesh = world_mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else world_mesh["dp_shard"]
         reshard = config.parallelism.reshard_after_forward
@@ -67,6 +62,17 @@ def parallelize_part(part: Llama, world_mesh: DeviceMesh, dims: ParallelDims, co
         )
         data.apply(part, submesh, options, _gathered_alone(part))
     return part
+
+
+def recompute_and_compile(block: nn.Module, options: Training) -> None:
+    """In the order that suits: what is made again in full is compiled by itself, as a compiled block made again as a
+    whole fails where its parameters are DTensors (docs/log.md); what selective recompute keeps is chosen among the
+    operations that are compiled."""
+    if options.compile and options.recompute == "full":
+        compile.apply(block)
+    recompute.apply(block, options.recompute)
+    if options.compile and options.recompute != "full":
+        compile.apply(block)
 
 
 def _gathered_alone(part: Llama) -> list[nn.Module]:
