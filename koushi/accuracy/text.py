@@ -21,7 +21,7 @@ def table(scores: Sequence[SourceScore]) -> str:
     )
     lines = [_line(one.source, one) for one in scores if one.time or one.memory]
     every = [one for one in scores if one.time or one.memory]
-    return _columns([head, *lines, _mean_line(every)])
+    return columns([head, *lines, _mean_line(every)])
 
 
 def _line(name: str, one: SourceScore) -> Cells:
@@ -31,8 +31,8 @@ def _line(name: str, one: SourceScore) -> Cells:
         *_errors(one.memory),
         str(len(one.sweeps) or ""),
         _number(one.rank_correlation),
-        _percent(one.regret),
-        _percent(one.mean_regret),
+        percent(one.regret),
+        percent(one.mean_regret),
     )
 
 
@@ -53,26 +53,26 @@ def _mean_line(scores: Sequence[SourceScore]) -> Cells:
     return (
         "mean of sources",
         "",
-        *(_percent(value, signed=place == 2) for place, value in enumerate(time)),
+        *(percent(value, signed=place == 2) for place, value in enumerate(time)),
         "",
-        *(_percent(value, signed=place == 2) for place, value in enumerate(memory)),
+        *(percent(value, signed=place == 2) for place, value in enumerate(memory)),
         "",
         _number(over(lambda one: one.rank_correlation)),
-        _percent(over(lambda one: one.regret)),
-        _percent(over(lambda one: one.mean_regret)),
+        percent(over(lambda one: one.regret)),
+        percent(over(lambda one: one.mean_regret)),
     )
 
 
 def _errors(errors: Errors | None) -> Cells:
     if errors is None:
         return ("", "", "", "")
-    return (str(errors.runs), _percent(errors.median), _percent(errors.p90), _percent(errors.bias, signed=True))
+    return (str(errors.runs), percent(errors.median), percent(errors.p90), percent(errors.bias, signed=True))
 
 
 def fits_table(scores: Iterable[SourceScore]) -> str:
     """Does it fit: of sources with runs that failed."""
     head = ("source", "ran", "failed", "precision", "recall", "failures caught")
-    return _columns([head, *(_fit_line(one.source, one.fit) for one in scores if one.fit)])
+    return columns([head, *(_fit_line(one.source, one.fit) for one in scores if one.fit)])
 
 
 def _fit_line(name: str, fit: Fit) -> Cells:
@@ -85,13 +85,13 @@ def left_out_table(runs: Iterable[Run], left_out: Iterable[LeftOut]) -> str:
     counts = Counter((one.row.source, one.reason) for one in left_out)
     counts.update((one.row.source, one.spoiled) for one in runs if one.spoiled)
     lines = [(str(count), source, reason) for (source, reason), count in sorted(counts.items())]
-    return _columns([("rows", "source", "left out because"), *lines]) if lines else "no row is left out"
+    return columns([("rows", "source", "left out because"), *lines]) if lines else "no row is left out"
 
 
 def rows_table(scored: Iterable[Scored]) -> str:
     """Every run, measured and predicted."""
     head = ("run", "seconds", "predicted", "error", "GiB", "predicted", "error", "fits", "model", "layout")
-    return _columns([head, *(_row_line(one) for one in scored)])
+    return columns([head, *(_row_line(one) for one in scored)])
 
 
 def _row_line(one: Scored) -> Cells:
@@ -100,10 +100,10 @@ def _row_line(one: Scored) -> Cells:
         run.row.id,
         f"{run.step_seconds:.3f}" if run.step_seconds else "",
         f"{one.step_seconds:.3f}",
-        _percent(one.time_error, signed=True),
+        percent(one.time_error, signed=True),
         f"{run.memory_gib:.2f}" if run.memory_gib else "",
         f"{one.memory_gib:.2f}",
-        _percent(one.memory_error, signed=True),
+        percent(one.memory_error, signed=True),
         "yes" if one.fits else "no",
         run.row.model,
         layout_of(run),
@@ -112,7 +112,7 @@ def _row_line(one: Scored) -> Cells:
 
 def sweeps_table(scores: Iterable[SourceScore]) -> str:
     head = ("source", "sweep", "layouts", "rank corr.", "regret")
-    return _columns(
+    return columns(
         [
             head,
             *(
@@ -121,7 +121,7 @@ def sweeps_table(scores: Iterable[SourceScore]) -> str:
                     sweep.name,
                     str(len(sweep.layouts)),
                     _number(sweep.rank_correlation),
-                    _percent(sweep.regret),
+                    percent(sweep.regret),
                 )
                 for one in scores
                 for sweep in one.sweeps
@@ -130,7 +130,7 @@ def sweeps_table(scores: Iterable[SourceScore]) -> str:
     )
 
 
-def _percent(value: float | None, signed: bool = False) -> str:
+def percent(value: float | None, signed: bool = False) -> str:
     if value is None:
         return ""
     return f"{value:+.1%}" if signed else f"{value:.1%}"
@@ -140,7 +140,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def _columns(lines: Sequence[Cells]) -> str:
+def columns(lines: Sequence[Cells]) -> str:
     """Columns of even width; words left, figures right."""
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     right = [all(not line[i] or line[i][0] in "+-0123456789" for line in lines[1:]) for i in range(len(widths))]

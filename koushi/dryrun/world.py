@@ -47,7 +47,7 @@ class _Event:
 
 
 class _Stream:
-    """Everything happens at once, in program order."""
+    """Everything happens at once, in program order; a stream only says whose pool of memory is drawn on."""
 
     def __init__(self, priority: int = 0) -> None:
         pass
@@ -62,7 +62,22 @@ class _Stream:
         pass
 
 
-_STREAM = _Stream()
+_current = [_Stream()]
+"""The stream that the program is on, after those that it was on before."""
+
+
+def current_stream() -> object:
+    """The stream that the program is on, as sharding opens them."""
+    return _current[-1]
+
+
+@contextmanager
+def _on(stream: _Stream) -> Iterator[None]:
+    _current.append(stream)
+    try:
+        yield
+    finally:
+        _current.pop()
 
 
 class _MetaDevice:
@@ -73,11 +88,11 @@ class _MetaDevice:
 
     @staticmethod
     def current_stream() -> _Stream:
-        return _STREAM
+        return _current[-1]
 
     @staticmethod
     def stream(stream: _Stream) -> AbstractContextManager[None]:
-        return nullcontext()
+        return _on(stream)
 
     @staticmethod
     def current_device() -> None:
