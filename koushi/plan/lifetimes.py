@@ -2,9 +2,9 @@
 
 Autograd's rules: a tensor lives until Python and every saved variable have let it go; an operation's backward
 frees what it has saved and the gradient that came in once it has made its own; a second gradient of the same
-tensor is added to the first in place. Non-reentrant checkpointing (arXiv 1604.06174) keeps a block's input and
-stops going forward again at the last tensor that backward needs; selective recompute also keeps the outputs of
-operations that are dear (arXiv 2205.05198).
+tensor is added to the first, in place where nobody else holds that. Non-reentrant checkpointing (arXiv 1604.06174)
+keeps a block's input and stops going forward again at the last tensor that backward needs; selective recompute also
+keeps the outputs of operations that are dear (arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -90,17 +90,21 @@ def backward_span(stretch: Stretch, half: Half | None = None) -> Span:
 
 
 def _second_half(stretch: Stretch, first: Span, whole: Span) -> Span:
-    """From where ``first`` ends to where the whole backward does; one weight's gradient at a time."""
+    """From where ``first`` ends to where the whole backward does; one weight's gradient at a time. One that has been
+    added to those that are there lives until the next is made, in a variable of torch's loop over the weights."""
     account = Account()
     weights = stretch.weights
-    for op in stretch.ops:
+    before = 0
+    for op in (op for op in stretch.ops if op.weight):
         made = op.weight * (weights.cast or weights.width)
         account.hold(weights.kind, made)
         if weights.cast:
             account.hold(weights.kind, op.weight * weights.width)
             account.drop(weights.kind, made)
         if not weights.stay:
-            account.drop(weights.kind, op.weight * weights.width)
+            account.drop(weights.kind, before)
+            before = op.weight * weights.width
+    account.drop(weights.kind, before)
     for kind, (there, end) in enumerate(zip(first.after, whole.after, strict=True)):
         if kind != weights.kind:
             account.drop(kind, there - end)
@@ -213,9 +217,14 @@ class _Run:
         for name, size in op.gives:
             if not size:
                 gradient[1] += 1
-            if name not in gradients:
+            there = gradients.get(name)
+            if there is None:
                 gradients[name] = [size, 1] if size else gradient
-            else:  # added in place
-                self.account.drop(self.kinds[name], size)
-                if not size:
-                    gradient[1] -= 1
+                continue
+            if there[1] > 1:  # somebody else holds it: the sum is a tensor of its own
+                self.account.hold(self.kinds[name], there[0])
+                there[1] -= 1
+                gradients[name] = [there[0], 1]
+            self.account.drop(self.kinds[name], size)
+            if not size:
+                gradient[1] -= 1

@@ -41,18 +41,27 @@ class Situation(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def situations_of_rank(
-    schedule: str, pp: int, n_stages: int, microbatches: int, coordinate: int, most_sent: int, kinds: tuple[int, ...]
+    schedule: str,
+    pp: int,
+    n_stages: int,
+    microbatches: int,
+    coordinate: int,
+    most_sent: int,
+    kinds: tuple[int, ...],
+    wholes_stay: bool = True,
 ) -> tuple[Situation, ...]:
     """Of the rank at ``coordinate``, those of a step that no other outdoes.
 
     ``kinds``: a number for every stage, the same for stages that are alike. What a stage has sent is counted up to
-    ``most_sent``.
+    ``most_sent``, and after backwards that are not split only if ``wholes_stay``.
     """
     order = actions(schedule, pp, n_stages, microbatches)[coordinate]
-    return tuple(_outstanding(_every(order, microbatches, most_sent, kinds)))
+    return tuple(_outstanding(_every(order, microbatches, most_sent, kinds, wholes_stay)))
 
 
-def _every(order: Order, microbatches: int, most_sent: int, kinds: tuple[int, ...]) -> Iterable[Situation]:
+def _every(
+    order: Order, microbatches: int, most_sent: int, kinds: tuple[int, ...], wholes_stay: bool
+) -> Iterable[Situation]:
     many = max(kinds) + 1
     counts, reduced = [0] * (4 * many), [0] * many
     sent: dict[int, int] = {}
@@ -74,8 +83,9 @@ def _every(order: Order, microbatches: int, most_sent: int, kinds: tuple[int, ..
             continue
         if step != "W":
             counts[kind] -= 1
-            sent[stage] = sent.get(stage, 0) + 1
-            counts[SENT * many + kind] += sent[stage] <= most_sent
+            if step == "I" or wholes_stay:
+                sent[stage] = sent.get(stage, 0) + 1
+                counts[SENT * many + kind] += sent[stage] <= most_sent
         if step == "I":
             counts[HALVES * many + kind] += 1
             continue
