@@ -103,3 +103,7 @@ class VerifyError(KoushiError):
 
 class AuditFailed(KoushiError):
     """Collectives that break the rules of the lattice, every finding on a line of its own."""
+
+
+class NotAsPlanned(KoushiError):
+    """A dry run that did something else than was planned, both sides on a line of its own."""

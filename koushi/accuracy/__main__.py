@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from koushi.accuracy.document import renew
 from koushi.accuracy.published import described
 from koushi.accuracy.rows import FAILED, MEASURED, read
 from koushi.accuracy.score import by_source, score
@@ -15,8 +16,7 @@ from koushi.accuracy.text import as_json, error_bars, report, rows_table, sweeps
 from koushi.errors import KoushiError
 from koushi.plan.plan import ACCURACY
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "accuracy.md"
-BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->"
+TABLES = "tables"
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -54,20 +54,13 @@ def main(
     text = report(scores, ran, (*left_out, *left_out_lost), not_run)
     if write:
         ACCURACY.write_text(json.dumps(error_bars(scores), indent=2) + "\n", encoding="utf-8")
-        if DOCUMENT.exists():
-            DOCUMENT.write_text(with_tables(DOCUMENT.read_text(encoding="utf-8"), text), encoding="utf-8")
+        renew(TABLES, text)
     if json_wanted:
         print(json.dumps(as_json(scores), indent=2))
         return
     if rows:
         print(rows_table(ran), sweeps_table(scores), sep="\n\n", end="\n\n")
     print(text)
-
-
-def with_tables(document: str, text: str) -> str:
-    """The document with ``text`` in place of its tables."""
-    before, _, rest = document.partition(BEGIN)
-    return f"{before}{BEGIN}\n```text\n{text}\n```\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

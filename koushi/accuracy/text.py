@@ -22,7 +22,7 @@ def table(scores: Sequence[SourceScore]) -> str:
     )
     lines = [_line(one.source, one) for one in scores if one.time or one.memory]
     every = [one for one in scores if one.time or one.memory]
-    return _columns([head, *lines, _mean_line(every)])
+    return columns([head, *lines, _mean_line(every)])
 
 
 def _line(name: str, one: SourceScore) -> Cells:
@@ -33,8 +33,8 @@ def _line(name: str, one: SourceScore) -> Cells:
         str(len(one.sweeps) or ""),
         _number(one.rank_correlation),
         _number(one.ceiling),
-        _percent(one.regret),
-        _percent(one.mean_regret),
+        percent(one.regret),
+        percent(one.mean_regret),
     )
 
 
@@ -55,27 +55,27 @@ def _mean_line(scores: Sequence[SourceScore]) -> Cells:
     return (
         "mean of sources",
         "",
-        *(_percent(value, signed=place == 2) for place, value in enumerate(time)),
+        *(percent(value, signed=place == 2) for place, value in enumerate(time)),
         "",
-        *(_percent(value, signed=place == 2) for place, value in enumerate(memory)),
+        *(percent(value, signed=place == 2) for place, value in enumerate(memory)),
         "",
         _number(over(lambda one: one.rank_correlation)),
         "",
-        _percent(over(lambda one: one.regret)),
-        _percent(over(lambda one: one.mean_regret)),
+        percent(over(lambda one: one.regret)),
+        percent(over(lambda one: one.mean_regret)),
     )
 
 
 def _errors(errors: Errors | None) -> Cells:
     if errors is None:
         return ("", "", "", "")
-    return (str(errors.runs), _percent(errors.median), _percent(errors.p90), _percent(errors.bias, signed=True))
+    return (str(errors.runs), percent(errors.median), percent(errors.p90), percent(errors.bias, signed=True))
 
 
 def fits_table(scores: Iterable[SourceScore]) -> str:
     """Does it fit: of sources with runs that failed."""
     head = ("source", "ran", "failed", "precision", "recall", "failures caught")
-    return _columns([head, *(_fit_line(one.source, one.fit) for one in scores if one.fit)])
+    return columns([head, *(_fit_line(one.source, one.fit) for one in scores if one.fit)])
 
 
 def _fit_line(name: str, fit: Fit) -> Cells:
@@ -98,9 +98,9 @@ def left_out_table(ran: Sequence[Scored], left_out: Sequence[LeftOut]) -> str:
     lines = []
     for (source, reason), count in sorted(counts.items()):
         found = Errors.of(errors.get((source, reason), ()))
-        figures = (_percent(found.median), _percent(found.bias, signed=True)) if found else ("", "")
+        figures = (percent(found.median), percent(found.bias, signed=True)) if found else ("", "")
         lines.append((str(count), source, reason, *figures))
-    return _columns([("rows", "source", "left out because", "time p50", "bias"), *lines])
+    return columns([("rows", "source", "left out because", "time p50", "bias"), *lines])
 
 
 def held_out_table(time: Sequence[HeldOut], memory: Sequence[HeldOut]) -> str:
@@ -113,27 +113,27 @@ def held_out_table(time: Sequence[HeldOut], memory: Sequence[HeldOut]) -> str:
     names = sorted({one.source for one in (*time, *memory)})
     lines = [(name, *(cell for side in sides for cell in _held_out(side.get(name)))) for name in names]
     means = ("mean of sources", *(cell for side in (time, memory) for cell in ("", *_held_out_mean(side))))
-    return _columns([head, *lines, means])
+    return columns([head, *lines, means])
 
 
 def _held_out(one: HeldOut | None) -> Cells:
     if one is None:
         return ("", "", "", "", "")
     figures = (one.as_is.median, one.scaled.median, one.as_is.p90, one.scaled.p90)
-    return (str(one.as_is.runs), *(_percent(figure) for figure in figures))
+    return (str(one.as_is.runs), *(percent(figure) for figure in figures))
 
 
 def _held_out_mean(side: Sequence[HeldOut]) -> Cells:
     if not side:
         return ("", "", "", "")
     columns = zip(*((one.as_is.median, one.scaled.median, one.as_is.p90, one.scaled.p90) for one in side), strict=True)
-    return tuple(_percent(mean(column)) for column in columns)
+    return tuple(percent(mean(column)) for column in columns)
 
 
 def rows_table(scored: Iterable[Scored]) -> str:
     """Every run, measured and predicted."""
     head = ("run", "seconds", "predicted", "error", "GiB", "predicted", "error", "fits", "model", "layout")
-    return _columns([head, *(_row_line(one) for one in scored)])
+    return columns([head, *(_row_line(one) for one in scored)])
 
 
 def _row_line(one: Scored) -> Cells:
@@ -142,10 +142,10 @@ def _row_line(one: Scored) -> Cells:
         run.row.id,
         f"{run.step_seconds:.3f}" if run.step_seconds else "",
         f"{one.step_seconds:.3f}",
-        _percent(one.time_error, signed=True),
+        percent(one.time_error, signed=True),
         f"{run.memory_gib:.2f}" if run.memory_gib else "",
         f"{one.memory_gib:.2f}",
-        _percent(one.memory_error, signed=True),
+        percent(one.memory_error, signed=True),
         "yes" if one.fits else "no",
         run.row.model,
         layout_of(run),
@@ -154,7 +154,7 @@ def _row_line(one: Scored) -> Cells:
 
 def sweeps_table(scores: Iterable[SourceScore]) -> str:
     head = ("source", "sweep", "layouts", "rank corr.", "regret")
-    return _columns(
+    return columns(
         [
             head,
             *(
@@ -163,7 +163,7 @@ def sweeps_table(scores: Iterable[SourceScore]) -> str:
                     sweep.name,
                     str(len(sweep.layouts)),
                     _number(sweep.rank_correlation),
-                    _percent(sweep.regret),
+                    percent(sweep.regret),
                 )
                 for one in scores
                 for sweep in one.sweeps
@@ -172,7 +172,7 @@ def sweeps_table(scores: Iterable[SourceScore]) -> str:
     )
 
 
-def _percent(value: float | None, signed: bool = False) -> str:
+def percent(value: float | None, signed: bool = False) -> str:
     if value is None:
         return ""
     return f"{value:+.1%}" if signed else f"{value:.1%}"
@@ -182,7 +182,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def _columns(lines: Sequence[Cells]) -> str:
+def columns(lines: Sequence[Cells]) -> str:
     """Columns of even width; words left, figures right."""
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     right = [all(not line[i] or line[i][0] in "+-0123456789" for line in lines[1:]) for i in range(len(widths))]

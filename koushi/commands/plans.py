@@ -56,7 +56,7 @@ def dry_run(as_json: bool, trace: Path | None, arguments: tuple[str, ...]) -> No
     """Run one step as every rank that differs, without devices: memory, collectives, FLOPs.
 
     The real program on tensors that hold nothing, for as many ranks as the run file asks. Exit code 1 means
-    that a collective breaks the rules of the lattice.
+    that a collective breaks the rules of the lattice, or that koushi plan expects something else.
 
     \b
     Example:

@@ -13,7 +13,7 @@ from koushi.plan.memory import memory
 from koushi.plan.workload import of_job
 from koushi.traffic import differences
 from koushi.train.audit import planned
-from koushi.units import bytes_text
+from koushi.units import bytes_text, counted
 
 ALLOWED = 0.02
 """By how much the peak may be off."""
@@ -24,11 +24,14 @@ def disagreements(job: Job, kind: DeviceKind, traces: Sequence[RankTrace]) -> li
     return [text for trace in traces for text in (*_traffic(job, trace), *_memory(job, kind, trace))]
 
 
-def agreement_text(found: Sequence[str]) -> str:
-    """For people."""
-    if not found:
-        return f"plan: every collective as planned, peak memory within {ALLOWED:.0%}"
-    return "\n".join(["plan: not as planned", *(f"  {text}" for text in found)])
+AGREES = f"plan: every collective as planned, peak memory within {ALLOWED:.0%}"
+
+
+def disagreement_text(found: Sequence[str]) -> str:
+    """What ``disagreements`` found, as an error."""
+    reason = "a mistake of koushi's, or a case that its plans do not know"
+    please = "please report it with the run file and the output of koushi env"
+    return "\n".join([f"plan and dry run part in {counted(len(found), 'place')}: {reason}; {please}", *found])
 
 
 def _traffic(job: Job, trace: RankTrace) -> Iterator[str]:

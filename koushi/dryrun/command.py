@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import click
 import torch
 
 from koushi.check.check import check
 from koushi.config.load import load
 from koushi.dryrun import timeline
-from koushi.dryrun.agreement import agreement_text, disagreements
+from koushi.dryrun.agreement import AGREES, disagreement_text, disagreements
 from koushi.dryrun.audited import audit_job
 from koushi.dryrun.extrapolate import for_audit, traces, whole
 from koushi.dryrun.findings import Finding
@@ -21,7 +22,7 @@ from koushi.dryrun.ranks import RankClass, rank_classes
 from koushi.dryrun.report import as_json, text
 from koushi.dryrun.trace import RankTrace
 from koushi.dryrun.world import DeviceKind
-from koushi.errors import AuditFailed
+from koushi.errors import AuditFailed, NotAsPlanned
 from koushi.hardware.hardware import ASSUMED, Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
@@ -29,6 +30,8 @@ from koushi.output import check_target
 from koushi.plan.edges import seconds_of
 from koushi.train.command import started_world
 from koushi.units import counted
+
+SOUND = "audit: each collective is on the sub-mesh that owns it, none is needless, and none waits for ever"
 
 DEFAULT_HARDWARE: Mapping[DeviceKind, str] = {"cuda": ASSUMED, "cpu": "cpu"}
 
@@ -50,7 +53,7 @@ class DryRun:
 def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False, trace: Path | None = None) -> None:
     """Run the run file's step as each kind of rank and print what it does; write its timeline to ``trace``.
 
-    Raises AuditFailed with the findings of the audit, if there are any.
+    Raises AuditFailed with the findings of the audit, else NotAsPlanned with what the planner expects otherwise.
     """
     run_file = load(path, overrides)
     if trace is not None:
@@ -59,16 +62,25 @@ def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False,
     parts = (found.job, found.kind, found.classes, found.traces)
     findings = [str(one) for one in found.findings]
     if as_data:
-        print(json.dumps({**as_json(*parts), "findings": findings, "disagreements": found.disagreements}))
+        click.echo(json.dumps({**as_json(*parts), "findings": findings, "disagreements": found.disagreements}))
     else:
-        print(text(*parts))
-        print("\n" + agreement_text(found.disagreements))
+        click.echo(text(*parts) + "\n")
+        if not found.disagreements:
+            click.echo(AGREES)
+        if not findings:
+            click.echo(SOUND)
     if trace is not None:
         _write_timeline(trace, found)
+    _raise_for(findings, found.disagreements)
+
+
+def _raise_for(findings: Sequence[str], disagreements: Sequence[str]) -> None:
+    parts = disagreement_text(disagreements) if disagreements else ""
     if findings:
-        raise AuditFailed("\n".join([f"the audit has {counted(len(findings), 'finding')}", *findings]))
-    if not as_data:
-        print("\naudit: each collective is on the sub-mesh that owns it, none is needless, and none waits for ever")
+        lines = [f"the audit has {counted(len(findings), 'finding')}", *findings]
+        raise AuditFailed("\n".join([*lines, parts] if parts else lines))
+    if parts:
+        raise NotAsPlanned(parts)
 
 
 def run_dry(job: Job, *, every_event: bool = False) -> DryRun:

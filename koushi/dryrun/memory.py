@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 from unittest.mock import patch
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from koushi.dryrun.world import current_stream
 from koushi.parallel.calls import Call, Operator, tensors_in
 from koushi.parallel.ledger import Observer
 from koushi.traffic import Phase
@@ -50,6 +51,8 @@ class Block:
     """Of the first tensor on it."""
     kind: Kind | None = None
     """None: not told yet; an activation in the end."""
+    stream: object = None
+    """That it was made on."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Peak:
     """Bytes by what they are for; the kinds that hold anything."""
     modules: Mapping[str, int]
     """Bytes by the module that made them; those of the step itself under an empty name."""
+    pools: tuple[int, ...] = field(default=(), compare=False)
+    """The most that was held of each stream's making, whenever that was; none where it isn't known."""
 
 
 class MemoryLog(Observer):
@@ -150,7 +155,20 @@ class MemoryLog(Observer):
             if size:
                 kinds[self._kind(self.blocks[block])] += size
                 modules[self.blocks[block].place[1]] += size
-        return Peak(sum(held.values()), self.blocks[self.changes[at][0]].place, kinds, modules)
+        place = self.blocks[self.changes[at][0]].place
+        return Peak(sum(held.values()), place, kinds, modules, self._pools(first, stop))
+
+    def _pools(self, first: int, stop: int | None) -> tuple[int, ...]:
+        """The peak of each stream's blocks over the same changes, the largest first."""
+        now: Counter[object] = Counter()
+        for block, size in self.changes[:first]:
+            now[self.blocks[block].stream] += size
+        most = now.copy()
+        for block, size in self.changes[first:stop]:
+            stream = self.blocks[block].stream
+            now[stream] += size
+            most[stream] = max(most[stream], now[stream])
+        return tuple(sorted(most.values(), reverse=True))
 
     @property
     def held(self) -> int:
@@ -181,7 +199,7 @@ class MemoryLog(Observer):
             return
         self._live[address] = (len(self.blocks), 0)
         self._references[address] = weakref.ref(storage, partial(self._gone, address))
-        self.blocks.append(Block(self.place(), tuple(tensor.shape)))
+        self.blocks.append(Block(self.place(), tuple(tensor.shape), stream=current_stream()))
         self._change(address, storage.nbytes())
 
     def _change(self, address: int, size: int) -> None:

@@ -30,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils
 
 from koushi.mesh import MeshSpec
+from koushi.parallel import frames
 
 DeviceKind = Literal["cpu", "cuda"]
 META = torch.device("meta")
@@ -47,7 +48,7 @@ class _Event:
 
 
 class _Stream:
-    """Everything happens at once, in program order."""
+    """Everything happens at once, in program order; a stream only says whose pool of memory is drawn on."""
 
     def __init__(self, priority: int = 0) -> None:
         pass
@@ -62,7 +63,22 @@ class _Stream:
         pass
 
 
-_STREAM = _Stream()
+_current = [_Stream()]
+"""The stream that the program is on, after those that it was on before."""
+
+
+def current_stream() -> object:
+    """The stream that the program is on, as sharding opens them."""
+    return _current[-1]
+
+
+@contextmanager
+def _on(stream: _Stream) -> Iterator[None]:
+    _current.append(stream)
+    try:
+        yield
+    finally:
+        _current.pop()
 
 
 class _MetaDevice:
@@ -73,11 +89,11 @@ class _MetaDevice:
 
     @staticmethod
     def current_stream() -> _Stream:
-        return _STREAM
+        return _current[-1]
 
     @staticmethod
     def stream(stream: _Stream) -> AbstractContextManager[None]:
-        return nullcontext()
+        return _on(stream)
 
     @staticmethod
     def current_device() -> None:
@@ -122,6 +138,7 @@ def patched(kind: DeviceKind) -> Iterator[None]:
         patch.object(FSDPParam, "reset_sharded_param", _pad_again),
         # Ranks vote on whether shapes are known beforehand, by a number that would have to arrive.
         patch.object(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_known),
+        messages_held() if kind == "cpu" else nullcontext(),
         # Their caches of random state have no meta.
         patch.object(torch.random, "fork_rng", lambda **_: nullcontext()),
         # CPU and CUDA have one kernel for many tensors; the lists are asked by name of the device.
@@ -151,6 +168,35 @@ def _pad_again(self: FSDPParam) -> None:
 def shapes_are_known(self: object, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
+
+
+class _Work:
+    """Messages on their way, which hold their tensors as long as somebody holds the messages."""
+
+    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]):
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+@contextmanager
+def messages_held() -> Iterator[None]:
+    """Let what pipeline stages exchange stay as long as the works do, which is gloo's way; NCCL's let go of it."""
+    with (
+        patch.object(schedules, "_batch_p2p", batch_p2p),
+        patch.object(frames, "PASSED_OVER", frames.PASSED_OVER | {__file__}),
+    ):
+        yield
+
+
+_by_torchs_works = schedules._batch_p2p
+
+
+def batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[_Work]:
+    works = _by_torchs_works(p2p_ops, desc)
+    return [_Work(works, [one.tensor for one in p2p_ops])] if works else []
 
 
 _by_torch = F.scaled_dot_product_attention

@@ -7,6 +7,8 @@ and segments leaves unused.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from koushi.plan.operations import Device
 from koushi.plan.spans import STREAMS, Span
 from koushi.plan.workload import Workload
@@ -36,7 +38,13 @@ def reserved_bytes(states: int, span: Span, streams: bool, device: Device, expan
     if streams:
         assert len(span.stream_highest) == len(STREAMS), "one peak for each stream"
         pools = max(pools, span.compute_highest + sum(span.stream_highest))
-    return states + pools + fragmentation_bytes(states + pools, device, expandable)
+    return pooled_bytes((states + pools,), expandable)
+
+
+def pooled_bytes(pools: Iterable[int], expandable: bool = False) -> int:
+    """What a GPU reserves for pools that hold so many bytes of tensors at their fullest."""
+    held = sum(pools)
+    return held + fragmentation_bytes(held, "gpu", expandable)
 
 
 def runtime_bytes(workload: Workload, device: Device) -> int:

@@ -136,8 +136,8 @@ def _vocabulary_loss(tokens: int, logits: int, wide: int) -> Op:
 
 def _distributed_loss(logits: int, wide: int) -> tuple[Op, ...]:
     """torch's ``loss_parallel`` (torch/distributed/tensor/parallel/loss.py): cross_entropy's arrays, and forward the
-    shifted logits with their exponentials, backward the gradient's parts side by side."""
+    shifted logits, backward the gradient's parts side by side."""
     ops = list(_plain_loss(logits, logits, wide))
-    ops[-2] = replace(ops[-2], work=2 * wide)
+    ops[-2] = replace(ops[-2], work=wide)
     ops[-1] = replace(ops[-1], back_work=2 * wide)
     return tuple(ops)

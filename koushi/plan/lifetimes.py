@@ -2,9 +2,9 @@
 
 Autograd's rules: a tensor lives until Python and every saved variable have let it go; an operation's backward
 frees what it has saved and the gradient that came in once it has made its own; a second gradient of the same
-tensor is added to the first in place. Non-reentrant checkpointing (arXiv 1604.06174) keeps a block's input and
-stops going forward again at the last tensor that backward needs; selective recompute also keeps the outputs of
-operations that are dear (arXiv 2205.05198).
+tensor is added to the first, in place where nobody else holds that. Non-reentrant checkpointing (arXiv 1604.06174)
+keeps a block's input and stops going forward again at the last tensor that backward needs; selective recompute also
+keeps the outputs of operations that are dear (arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ def backward_span(stretch: Stretch, half: Half | None = None) -> Span:
 
 def _second_half(stretch: Stretch) -> Span:
     """One weight's gradient after the other. Each lets go what its operation alone had kept for it; the rest of the
-    graph hangs on operations further on."""
+    graph hangs on operations further on. A gradient that has been added to those that are there lives until the next
+    is made, in a variable of torch's loop over the weights."""
     account, weights = Account(), stretch.weights
     kinds = {op.makes: op.kind for op in stretch.ops} | {"x": stretch.input_kind}
     sizes = {op.makes: op.size for op in stretch.ops} | {"x": stretch.input_bytes}
     savers = Counter(name for op in stretch.ops for name in op.saves)
-    for op in stretch.ops:
+    added = 0
+    for op in (op for op in stretch.ops if op.weight):
         made = op.weight * (weights.cast or weights.width)
         account.hold(weights.kind, made)
-        if not op.weight:
-            continue
         account.drop(op.kind, op.half_keeps or op.size)
         account.drop(op.kind, op.hidden)
         account.drop(ACTIVATIONS, op.weight * weights.cast)
@@ -115,7 +115,9 @@ def _second_half(stretch: Stretch) -> Span:
             account.hold(weights.kind, op.weight * weights.width)
             account.drop(weights.kind, made)
         if not weights.stay:
-            account.drop(weights.kind, op.weight * weights.width)
+            account.drop(weights.kind, added)
+            added = op.weight * weights.width
+    account.drop(weights.kind, added)
     return account.close()
 
 
@@ -236,10 +238,17 @@ class _Run:
         for name, size in op.gives:
             if not size:
                 gradient[1] += 1
-            if name not in gradients:
+            there = gradients.get(name)
+            if there is None:
                 gradients[name] = [size, 1] if size else gradient
-            else:  # the first two are added up in a third, later ones in place
-                self.account.touch(self.kinds[name], size)
-                self.account.drop(self.kinds[name], size)
-                if not size:
-                    gradient[1] -= 1
+                continue
+            # The sum is a tensor of its own; of two that nobody else holds, both then go.
+            self.account.hold(self.kinds[name], there[0])
+            if there[1] > 1:
+                there[1] -= 1
+                gradients[name] = [there[0], 1]
+            else:
+                self.account.drop(self.kinds[name], there[0])
+            self.account.drop(self.kinds[name], size)
+            if not size:
+                gradient[1] -= 1

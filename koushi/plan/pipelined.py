@@ -16,7 +16,7 @@ from operator import mul
 from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input, left_over
 from koushi.plan.operations import Device
 from koushi.plan.sharded import Sharded
-from koushi.plan.situations import COUNTED, Situation, situations_of_rank
+from koushi.plan.situations import COUNTED, Habits, Situation, situations_of_rank
 from koushi.plan.spans import (
     ACTIVATIONS,
     GRADIENTS,
@@ -29,7 +29,7 @@ from koushi.plan.spans import (
     Bytes,
     Span,
 )
-from koushi.plan.stages import Stage, stage_of
+from koushi.plan.stages import Stage, splits_backward, stage_of, turn
 from koushi.plan.units import Unit, held_elsewhere
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Workload
@@ -63,6 +63,8 @@ def forward(stage: Stage) -> Span:
         account.go(forward_span(stage.output(True)))
         account.where = "in forward, at the loss"
         account.go(forward_span(stage.loss()))
+    if stage.shape.hands_on:  # the output takes the place of the next stage's receive buffer
+        account.drop(PIPELINE_BUFFERS, _received(stage))
     return account.close()
 
 
@@ -88,8 +90,9 @@ def backward(stage: Stage, first: bool, late: bool = False, half: Half | None = 
     if shape.first:
         half = None  # the first stage goes backward once, for the weights
     account = Account("in backward, at the loss" + tail)
+    loss_half: Half | None = "inputs" if half == "inputs" else None
     if takes and shape.last:
-        account.go(backward_span(stage.loss()))
+        account.go(backward_span(stage.loss(), loss_half))
     elif takes:
         account.drop(PIPELINE_BUFFERS, _received(stage))
         account.hold(ACTIVATIONS, stage.stream)
@@ -117,10 +120,13 @@ def backward(stage: Stage, first: bool, late: bool = False, half: Half | None = 
         account.hold(PIPELINE_BUFFERS, _received(stage) if input_in_flight(stage) else 0)
     if shape.last:
         account.drop(LOGITS, stage.logits if takes else 0)
+        if loss_half is not None:  # what the loss has saved stays until the whole half is done
+            account.drop(LOGITS, backward_span(stage.loss(), loss_half).growth - backward_span(stage.loss()).growth)
     else:
         # The output is kept for the second half.
         account.drop(ACTIVATIONS, stage.stream if gives else 0)
         account.hold(PIPELINE_BUFFERS, _received(stage) if takes else 0)
+        account.hold(PIPELINE_BUFFERS, _received(stage) if gives and shape.hands_on else 0)
     if shape.holder == "buffers":
         account.drop(UNSHARDED_GRADIENTS, account.held(UNSHARDED_GRADIENTS))
     return account.close()
@@ -224,7 +230,7 @@ def sent_bytes(workload: Workload, index: int, stage: Stage) -> tuple[int, int]:
 
     gloo holds what it sends as long as somebody holds the send: GPipe and torch's runtime of several stages do
     until the end of the step, 1F1B one of each direction. NCCL lets go, but a list of sends stays, and the first
-    half of a split backward leaves its gradient on the input.
+    half of a split backward, unlike a whole one, leaves its gradient on the input.
     """
     before, after = (held_elsewhere(workload, index, index + step) for step in (-1, 1))
     gloo = stage.shape.block.device == "cpu"
@@ -242,14 +248,16 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
     mesh = workload.mesh
     sent = [sent_bytes(workload, one.index, one.stage) for one in stages]
     most_sent = workload.microbatches if any(every for every, _ in sent) else 1
-    kinds = _kinds(workload.stage_layers)
+    kinds = _kinds(workload.stage_layers, turn(workload))
     shards, replicas = mesh.degree("dp_shard"), mesh.degree("dp_replicate")
     held = {
         one.kind: Held(one.stage, shards, replicas, max(several)) for one, several in zip(stages, sent, strict=True)
     }
     rank = _Rank(held, {one.kind: one.count for one in stages}, max(kinds) + 1)
     shape = (workload.schedule, mesh.degree("pp"), len(workload.stage_layers), workload.microbatches)
-    found = situations_of_rank(*shape, pp, most_sent, adds_late(stages[0].stage), kinds)
+    gloo = stages[0].stage.shape.block.device == "cpu"
+    habits = Habits(most_sent, gloo or not splits_backward(workload), adds_late(stages[0].stage))
+    found = situations_of_rank(*shape, pp, habits, kinds)
     return rank.fullest(found, sum(one.count * buffer_bytes(workload, one.stage) for one in stages))
 
 
@@ -269,7 +277,7 @@ def alike_stages(workload: Workload, pp: int, device: Device) -> tuple[Alike, ..
     return tuple(
         Alike(kind, index, stage_of(workload, index, device), count)
         for kind, index, count in _held_kinds(
-            workload.schedule, workload.mesh.degree("pp"), _kinds(workload.stage_layers), pp
+            workload.schedule, workload.mesh.degree("pp"), _kinds(workload.stage_layers, turn(workload)), pp
         )
     )
 
@@ -284,12 +292,12 @@ def _held_kinds(schedule: str, degree: int, kinds: tuple[int, ...], pp: int) -> 
 
 
 @lru_cache(maxsize=4096)
-def _kinds(stage_layers: tuple[int, ...]) -> tuple[int, ...]:
-    """A number for every stage, the same for stages that are alike."""
+def _kinds(stage_layers: tuple[int, ...], turn: int | None) -> tuple[int, ...]:
+    """A number for every stage, the same for stages that are alike; none is like that where a V turns."""
     last = len(stage_layers) - 1
-    numbers: dict[tuple[int, bool, bool], int] = {}
+    numbers: dict[tuple[int, bool, bool, bool], int] = {}
     return tuple(
-        numbers.setdefault((layers, index == 0, index == last), len(numbers))
+        numbers.setdefault((layers, index == 0, index == last, index == turn), len(numbers))
         for index, layers in enumerate(stage_layers)
     )
 

@@ -41,28 +41,31 @@ class Situation(NamedTuple):
     """Microbatches of all stages that are kept for backward."""
 
 
+class Habits(NamedTuple):
+    """What a rank's stages keep besides."""
+
+    most_sent: int
+    """What a stage has sent is counted up to so many."""
+    wholes_stay: bool
+    """Whether what a backward that is not split has sent counts too."""
+    adds_late: bool
+    """Whether gradients of a W are added to their sum only in the stage's next backward."""
+
+
 @lru_cache(maxsize=16384)
 def situations_of_rank(
-    schedule: str,
-    pp: int,
-    n_stages: int,
-    microbatches: int,
-    coordinate: int,
-    most_sent: int,
-    adds_late: bool,
-    kinds: tuple[int, ...],
+    schedule: str, pp: int, n_stages: int, microbatches: int, coordinate: int, habits: Habits, kinds: tuple[int, ...]
 ) -> tuple[Situation, ...]:
     """Of the rank at ``coordinate``, those of a step that no other outdoes.
 
-    ``kinds``: a number for every stage, the same for stages that are alike. What a stage has sent is counted up to
-    ``most_sent``. ``adds_late``: gradients of a W are added to their sum in the stage's next backward.
+    ``kinds``: a number for every stage, the same for stages that are alike.
     """
     order = actions(schedule, pp, n_stages, microbatches)[coordinate]
-    return tuple(_outstanding(_every(order, microbatches, most_sent, adds_late, kinds)))
+    return tuple(_outstanding(_every(order, microbatches, habits, kinds)))
 
 
 def _every(
-    order: Order, microbatches: int, most_sent: int, adds_late: bool, kinds: tuple[int, ...]
+    order: Order, microbatches: int, habits: Habits, kinds: tuple[int, ...]
 ) -> Iterable[Situation]:
     many = max(kinds) + 1
     counts, reduced = [0] * (len(COUNTED) * many), [0] * many
@@ -88,9 +91,10 @@ def _every(
             continue
         if step != "W":
             counts[kind] -= 1
-            sent[stage] = sent.get(stage, 0) + 1
-            counts[SENT * many + kind] += sent[stage] <= most_sent
-        summed, waits = _gradients(step, stage, stage in whole, stage in late, adds_late)
+            if step == "I" or habits.wholes_stay:
+                sent[stage] = sent.get(stage, 0) + 1
+                counts[SENT * many + kind] += sent[stage] <= habits.most_sent
+        summed, waits = _gradients(step, stage, stage in whole, stage in late, habits.adds_late)
         for what, has, stages in ((WHOLE, summed, whole), (LATE, waits, late)):
             counts[what * many + kind] += has - (stage in stages)
             (stages.add if has else stages.discard)(stage)

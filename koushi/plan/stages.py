@@ -38,6 +38,8 @@ class StageShape:
     recompute: Recompute
     reshards: bool
     tied: bool
+    hands_on: bool
+    """Whether the next stage is on the same rank and takes the output as it is."""
     system: System
 
     @property
@@ -76,6 +78,7 @@ def _common(workload: Workload, device: Device) -> StageShape:
         recompute=workload.recompute,
         reshards=workload.reshard_after_forward,
         tied=workload.model.tie_embeddings,
+        hands_on=False,
         system=system,
     )
 
@@ -88,12 +91,18 @@ def stage_of(workload: Workload, index: int, device: Device) -> Stage:
     """The stage of ``workload`` at ``index``; the same object wherever nothing differs."""
     shape = _common(workload, device)
     n_stages = len(workload.stage_layers)
-    return _stage(shape, workload.stage_layers[index], index == 0, index == n_stages - 1)
+    return _stage(shape, workload.stage_layers[index], index == 0, index == n_stages - 1, index == turn(workload))
 
 
 @lru_cache(maxsize=4096)
-def _stage(shape: StageShape, layers: int, first: bool, last: bool) -> Stage:
-    return Stage(replace(shape, layers=layers, first=first, last=last))
+def _stage(shape: StageShape, layers: int, first: bool, last: bool, hands_on: bool) -> Stage:
+    return Stage(replace(shape, layers=layers, first=first, last=last, hands_on=hands_on))
+
+
+def turn(workload: Workload) -> int | None:
+    """The stage whose next one is on the same rank: where a V turns."""
+    pp = workload.mesh.degree("pp")
+    return pp - 1 if pp > 1 and SCHEDULES[workload.schedule].v_shaped else None
 
 
 class Stage:

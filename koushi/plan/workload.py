@@ -186,5 +186,5 @@ def of_job(job: Job) -> Workload:
         parameters=config.precision.parameters,
         compute=config.precision.compute,
         reduce=config.precision.reduce,
-        system=System(fused=config.training.compile),
+        system=System(fused=config.training.compile, expandable_segments=True),
     )

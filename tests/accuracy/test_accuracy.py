@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 from click.testing import CliRunner
 
-from koushi.accuracy.__main__ import BEGIN, DOCUMENT, END, main
+from koushi.accuracy.__main__ import TABLES, main
+from koushi.accuracy.document import fenced, shown
 from koushi.accuracy.published import LeftOut, described
 from koushi.accuracy.rows import FAILED, MEASURED, read
 from koushi.accuracy.score import Scored, SourceScore, by_source, score
@@ -99,8 +100,7 @@ def test_mean_over_sources(held: Held, quantity: str, figure: str, most: float) 
 
 
 def test_the_document_shows_what_the_command_prints(held: Held) -> None:
-    shown = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    assert shown.strip() == f"```text\n{report(held.scores, held.ran, held.left_out, held.failed)}\n```"
+    assert shown(TABLES) == fenced(report(held.scores, held.ran, held.left_out, held.failed))
 
 
 def test_the_error_bars_of_the_plan_are_these(held: Held) -> None:
@@ -111,5 +111,5 @@ def test_the_command_prints_figures_for_programs() -> None:
     found = CliRunner().invoke(main, ["--source", "torchao", "--json"])
     assert found.exit_code == 0
     assert set(json.loads(found.output)) == {"torchao"}
-    shown = CliRunner().invoke(main, ["--source", "tinyllama", "--rows"])
-    assert "tinyllama-0001" in shown.output
+    rows = CliRunner().invoke(main, ["--source", "tinyllama", "--rows"])
+    assert "tinyllama-0001" in rows.output

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from tiny import tiny_file, tiny_job
 
 from koushi.cli import main
 from koushi.dryrun import command
-from koushi.dryrun.agreement import agreement_text, disagreements
+from koushi.dryrun.agreement import disagreement_text, disagreements
 from koushi.dryrun.audited import audit_job
 from koushi.dryrun.command import DEFAULT_HARDWARE, device_kind, hardware, run_dry
 from koushi.dryrun.extrapolate import whole
@@ -95,7 +96,46 @@ def test_where_plan_and_run_part_both_sides_are_told(tmp_path: Path) -> None:
     found = disagreements(job, "cpu", [trace])
     assert len(found) == 3 and all(text.startswith("rank 0: ") for text in found)
     assert "0 predicted, 1 ran" in "".join(found) and "peak memory planned" in found[-1]
-    assert agreement_text(found).startswith("plan: not as planned\n  rank 0: ")
+    text = disagreement_text(found)
+    assert text.startswith("plan and dry run part in 3 places") and "please report" in text.partition("\nrank 0: ")[0]
+
+
+def test_where_plan_and_run_part_the_command_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "disagreements", lambda *_: ["rank 0: peak memory planned 1 B, ran 2 B"])
+    path = str(tiny_file(tmp_path))
+    assert run(path) == 1
+    said = capsys.readouterr()
+    assert "part in 1 place:" in said.err and "ran 2 B" in said.err
+    assert "plan: every" not in said.out and "audit: each" in said.out
+    assert run(path, "--json") == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["disagreements"] == ["rank 0: peak memory planned 1 B, ran 2 B"] and said.err
+    monkeypatch.setattr(command, "audit_job", lambda job, kind: ["lonely: an all-reduce that none needs"])
+    assert run(path) == 1
+    said = capsys.readouterr()
+    assert "the audit has 1 finding" in said.err and "part in 1 place:" in said.err
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_a_full_device_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_file(tmp_path)
+    said = []
+    with FULL.open("w", buffering=1 << 10) as full:
+        monkeypatch.setattr("sys.stdout", full)
+        monkeypatch.setattr("koushi.cli._leave_stdout", lambda: said.append("left"))
+        code = run(str(path), "--json")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert code == 1 and said == ["left"]
+    assert capsys.readouterr().err == "cannot write to standard output: No space left on device\n"
 
 
 def test_every_event_is_there_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from koushi.dryrun.memory import MemoryLog, Peak
+from koushi.dryrun.world import patched
 
 
 class Watched(TorchDispatchMode):
@@ -120,3 +121,19 @@ def test_what_was_there_before_counts() -> None:
     x = floats(7)
     memory.hold([x], "parameters", "norm")
     assert memory.peak() == Peak(28, ("start", "norm"), {"parameters": 28}, {"norm": 28})
+
+
+def test_every_stream_has_a_pool_that_is_as_large_as_it_ever_was() -> None:
+    memory = log()
+    with patched("cuda"), Watched(memory):
+        other = torch.meta.Stream()
+        first = floats(10)
+        del first
+        with torch.meta.stream(other):
+            second = floats(8)
+        third = floats(6)
+        fourth = floats(3)
+    assert memory.peak().bytes == 4 * 17
+    assert memory.peak().pools == (4 * 10, 4 * 8)
+    assert memory.peak(first=3).pools == (4 * 9, 4 * 8)
+    assert second.numel() + third.numel() + fourth.numel() == 17

@@ -15,7 +15,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from koushi.dryrun.forks import in_forks
-from koushi.dryrun.world import BACKEND, DeviceKind, fused_rms_norm, patched, shapes_are_known, world
+from koushi.dryrun.world import BACKEND, DeviceKind, batch_p2p, fused_rms_norm, patched, shapes_are_known, world
 from koushi.errors import RankFailure
 from koushi.mesh import MeshSpec
 from koushi.parallel.calls import tensors_in
@@ -27,6 +27,7 @@ def test_what_is_replaced_is_called_as_before() -> None:
         (FSDPParamGroup, "_validate_no_meta_params", ["self"]),
         (FSDPParam, "reset_sharded_param", ["self"]),
         (schedules._PipelineSchedule, "_warmup_p2p", list(inspect.signature(shapes_are_known).parameters)),
+        (schedules, "_batch_p2p", list(inspect.signature(batch_p2p).parameters)),
         (_foreach_utils, "_get_foreach_kernels_supported_devices", []),
     ):
         found = list(inspect.signature(getattr(owner, name)).parameters)

@@ -1,0 +1,72 @@
+"""Plan and dry run hold the same, under every pipeline schedule and on both kinds of device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from koushi.check.check import check
+from koushi.config.load import load
+from koushi.dryrun.agreement import disagreements
+from koushi.dryrun.forks import in_forks
+from koushi.dryrun.trace import RankTrace, trace
+from koushi.dryrun.world import DeviceKind
+from koushi.job import Job
+from koushi.schedules import SCHEDULES
+
+BASE = """
+model: {name: llama3-debug, vocab_size: 256, dim: 128, n_layers: 4, n_heads: 8, n_kv_heads: 4, ffn_dim: 384}
+training: {seq_len: 128, global_batch_size: 8, microbatch_size: 1}
+data: {source: synthetic}
+"""
+SHAPES = {
+    "activations": ("training.seq_len=512",),
+    "parameters": ("training.seq_len=16", "model.dim=256", "model.ffn_dim=768"),
+    "words": ("training.seq_len=64", "model.vocab_size=8192"),
+}
+"""By what there is most of."""
+
+
+def job(folder: Path, schedule: str, shape: str, kind: DeviceKind, *overrides: str) -> Job:
+    path = folder / "run.yaml"
+    path.write_text(BASE, encoding="utf-8")
+    pipeline = ("--pp", "2", f"parallelism.pipeline_parallel_schedule={schedule}", f"run.device={kind}")
+    return check(load(path, (*pipeline, *SHAPES[shape], *overrides)))
+
+
+def apart(jobs: dict[str, Job], kind: DeviceKind) -> list[str]:
+    """Where the two part, by the names of the jobs."""
+    ranks = [(name, one, rank) for name, one in jobs.items() for rank in (0, 1)]
+    traces = in_forks(_traced, [(one, rank, kind) for _, one, rank in ranks])
+    return [
+        f"{name}: {text}"
+        for (name, one, _), found in zip(ranks, traces, strict=True)
+        for text in disagreements(one, kind, [found])
+    ]
+
+
+def _traced(item: tuple[Job, int, DeviceKind]) -> RankTrace:
+    return trace(*item)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "kind"), [("Interleaved1F1B", "activations", "cpu"), ("ZBVZeroBubble", "parameters", "cuda")]
+)
+def test_where_they_parted_once(schedule: str, shape: str, kind: DeviceKind, tmp_path: Path) -> None:
+    assert apart({shape: job(tmp_path, schedule, shape, kind)}, kind) == []
+
+
+def cases(folder: Path, kind: DeviceKind) -> Iterator[tuple[str, Job]]:
+    for schedule, needs in SCHEDULES.items():
+        for shape in SHAPES:
+            yield f"{schedule}, {shape}", job(folder, schedule, shape, kind)
+        if needs.splits_backward:
+            yield f"{schedule}, mixed", job(folder, schedule, "activations", kind, "precision.compute=bfloat16")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_they_agree(kind: DeviceKind, tmp_path: Path) -> None:
+    assert apart(dict(cases(tmp_path, kind)), kind) == []
