@@ -19,6 +19,7 @@ from koushi.plan.stages import stage_of
 from koushi.plan.units import units_of
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Recompute, Workload
+from koushi.schedules import SCHEDULES
 from koushi.traffic import DTYPE_BYTES
 
 
@@ -118,6 +119,8 @@ class Room:
         stages, gradient, gathered = held.stages, self._widths[0], 0
         if split.data_parallel > 1:
             gradient = self._widths[2]
+            if SCHEDULES[pipeline.schedule].splits_backward:  # some are not in the reduction's dtype yet
+                gradient = min(self._widths[1:])
             gathered = sum(sorted(one.of(kinds.whole) for one in held.largest)[-MOST_UNSHARDED:])
         first, middle, last = kinds.buffers
         buffers = stages.first * first + stages.middle * middle + stages.last * last
@@ -126,7 +129,8 @@ class Room:
         return states, float(gathered * self._widths[1]) + buffers * split.microbatches + most
 
     def _device(self, split: Split, active: float) -> float:
-        return active + fragmentation_bytes(int(active), self.device) + self._runtime_of(split)
+        unused = fragmentation_bytes(int(active), self.device, self.base.system.expandable_segments)
+        return active + unused + self._runtime_of(split)
 
     def _runtime_of(self, split: Split) -> int:
         key = (split.tp > 1, split.pp > 1, split.data_parallel > 1)

@@ -64,9 +64,7 @@ def situations_of_rank(
     return tuple(_outstanding(_every(order, microbatches, habits, kinds)))
 
 
-def _every(
-    order: Order, microbatches: int, habits: Habits, kinds: tuple[int, ...]
-) -> Iterable[Situation]:
+def _every(order: Order, microbatches: int, habits: Habits, kinds: tuple[int, ...]) -> Iterable[Situation]:
     many = max(kinds) + 1
     counts, reduced = [0] * (len(COUNTED) * many), [0] * many
     sent: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,14 @@ from tiny import alone
 
 from koushi.errors import TrainingError
 from koushi.mesh import MeshSpec
-from koushi.parallel.device_mesh import ParallelDims, agree_on_start, build_mesh, local_device, resolve_device
+from koushi.parallel.device_mesh import (
+    ParallelDims,
+    agree_on_start,
+    build_mesh,
+    let_segments_grow,
+    local_device,
+    resolve_device,
+)
 
 
 def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -51,6 +59,17 @@ def test_device_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [resolve_device(choice) for choice in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+
+
+def test_segments_grow_unless_the_user_has_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    let_segments_grow()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    let_segments_grow()
+    assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
 
 
 def test_a_process_has_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

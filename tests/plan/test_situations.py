@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from koushi.plan.schedule import actions, in_flight
-from koushi.plan.situations import FORWARDS, HALVES, LATE, SENT, WHOLE, Situation, situations_of_rank
+from koushi.plan.situations import FORWARDS, HALVES, LATE, SENT, WHOLE, Habits, Situation, situations_of_rank
 
 CASES = [
     ("GPipe", 4, 4, 6),
@@ -29,7 +29,8 @@ def situations(
 ) -> tuple[tuple[Situation, ...], ...]:
     """Of every pipeline coordinate."""
     shape = schedule, pp, n_stages, microbatches
-    return tuple(situations_of_rank(*shape, rank, most_sent, adds_late, kinds) for rank in range(pp))
+    habits = Habits(most_sent, True, adds_late)
+    return tuple(situations_of_rank(*shape, rank, habits, kinds) for rank in range(pp))
 
 
 @pytest.mark.parametrize(("schedule", "pp", "n_stages", "microbatches"), CASES)
