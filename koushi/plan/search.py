@@ -54,7 +54,7 @@ class SearchResult:
     front: tuple[Scored, ...]
     """Layouts that no other beats in both memory and speed, fastest first, up to ``SLOWEST`` times the fastest."""
     misses: tuple[Scored, ...]
-    """Faster than the best, but too large: of those that came up, the smallest; where nothing fits, what is nearest."""
+    """Faster than the best, but too large: the smallest by a bound; where nothing fits, what is nearest."""
     legal: int
     """Layouts considered."""
     judged: int
