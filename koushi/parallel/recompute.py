@@ -19,10 +19,10 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from koushi.parallel.calls import Operator
 from koushi.parallel.collectives import REDUCE_SCATTER
 from koushi.parallel.recomputed import Contexts, recomputed
 
@@ -39,8 +39,8 @@ _NOTHING = torch.empty((), device="meta")
 """Stands for what is neither kept nor made again; whoever computes with it fails."""
 _NOTHING.untyped_storage().resize_(0)
 
-_Outputs = deque[tuple[OpOverload, Any]]
-"""Of the operations of ``KEPT``, in their order; None for those to be made again if they are reached."""
+_Outputs = deque[tuple[Operator, Any]]
+"""Of the operations of ``KEPT``, in their order; None: to be made again, if backward gets there."""
 
 
 @final
@@ -50,9 +50,11 @@ class _Keeping(TorchDispatchMode):
     def __init__(self, outputs: _Outputs):
         super().__init__()  # type: ignore[no-untyped-call]
         self._outputs = outputs
+        self._sums: dict[int, int] = {}
+        """By the place of an output that was let go, that of the reduce-scatter it went into."""
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func._schema.is_mutable and args and isinstance(args[0], Tensor):
             assert self._kept(args[0]) is None, f"{func} writes into what selective recompute keeps"
@@ -62,6 +64,7 @@ class _Keeping(TorchDispatchMode):
             if terms is not None:
                 made_by, kept = self._outputs[terms]
                 self._outputs[terms] = (made_by, _NOTHING.expand(kept.shape))
+                self._sums[terms] = len(self._outputs)
         if func in KEPT:
             self._outputs.append((func, _detached(out)))
         return out
@@ -78,8 +81,9 @@ class _Keeping(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         last = max((index for index, (func, _) in enumerate(self._outputs) if func in MATMULS), default=0)
-        for index in range(last, len(self._outputs)):
-            self._outputs[index] = (self._outputs[index][0], None)
+        for index, (func, _) in enumerate(self._outputs):
+            if max(index, self._sums.get(index, 0)) >= last:
+                self._outputs[index] = (func, None)
 
 
 @final
@@ -91,7 +95,7 @@ class _Giving(TorchDispatchMode):
         self._outputs = outputs
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func not in KEPT:
             return func(*args, **(kwargs or {}))
@@ -112,7 +116,7 @@ def _detached(out: Any) -> Any:
     return out.detach() if isinstance(out, Tensor) else out
 
 
-def _policy(context: Any, func: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(context: Any, func: Operator, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if func in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 

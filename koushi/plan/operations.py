@@ -49,7 +49,7 @@ class Op:
     weight: int = 0
     """Elements of its weight."""
     kept: bool = False
-    """Whether selective recompute keeps the output: of matmuls, attention and scatters."""
+    """Whether selective recompute keeps the output if backward needs it: of matmuls, attention and scatters."""
     kind: int = ACTIVATIONS
     """Where everything but the weight's gradient counts."""
 

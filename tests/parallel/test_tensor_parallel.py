@@ -284,6 +284,32 @@ def selective_recompute_keeps_what_is_planned() -> None:
         assert forward_span(block).growth - out.nbytes == kept[mode], (mode, kept)
 
 
+def a_sum_after_the_last_product_is_made_again_with_its_terms() -> None:
+    submesh = tp_mesh()
+    group = submesh.get_group()
+    found = []
+    for mode in ("none", "selective"):
+        torch.manual_seed(3)
+        module = recompute.apply(Late(lambda one: tensor.scatter_sum(one, 0, group)), mode)
+        x = torch.randn(4, 2, requires_grad=True)
+        module(x).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+class Late(nn.Module):
+    """Two products, of which the first is added up after the second, and then kept by a sine for backward."""
+
+    def __init__(self, add_up: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.add_up = add_up
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.first(x), self.second(x)
+        return self.add_up(one).sin() * two[:2]
+
+
 class Sums(nn.Module):
     """A product that is added up over ranks, and is used besides as an instance is told to."""
 
@@ -340,6 +366,7 @@ CHECKS: tuple[Check, ...] = (
     selective_recompute_gathers_again_and_sums_once,
     selective_recompute_keeps_what_is_planned,
     terms_of_a_sum_that_are_read_again_are_missed,
+    a_sum_after_the_last_product_is_made_again_with_its_terms,
     tied_weights_stay_tied,
     modules_it_cannot_localise_are_our_own_fault,
 )
