@@ -147,10 +147,6 @@ def _pipelines(n_layers: int, compiled: bool, pp: int, microbatches: int) -> tup
     return tuple(found)
 
 
-def recompute_modes(pipeline: Pipeline) -> tuple[Recompute, ...]:
-    return MODES
-
-
 class Split(NamedTuple):
     """How the devices divide into tensor, pipeline and data parallel, and the batch into microbatches."""
 
@@ -185,7 +181,7 @@ def layouts(question: Question) -> Iterator[Layout]:
     """Every legal layout, without judging any."""
     for split in splits(question):
         for pipeline in pipelines(question, split.pp, split.microbatches):
-            for recompute in recompute_modes(pipeline):
+            for recompute in MODES:
                 for shard in divisors(split.data_parallel):
                     for reshard in reshard_choices(split):
                         replicas = split.data_parallel // shard
@@ -211,11 +207,9 @@ def is_legal(question: Question, layout: Layout) -> bool:
         return False
     microbatches = samples // layout.microbatch_size
     split = Split(layout.tp, layout.pp, data_parallel, layout.microbatch_size, microbatches)
-    return (
-        layout.pipeline in pipelines(question, layout.pp, microbatches)
-        and layout.recompute in recompute_modes(layout.pipeline)
-        and layout.reshard_after_forward in reshard_choices(split)
-    )
+    return layout.pipeline in pipelines(
+        question, layout.pp, microbatches
+    ) and layout.reshard_after_forward in reshard_choices(split)
 
 
 def values_of(layout: Layout) -> dict[str, object]:

@@ -25,7 +25,6 @@ from koushi.plan.layouts import (
     Split,
     divisors,
     pipelines,
-    recompute_modes,
     reshard_choices,
     splits,
 )
@@ -187,7 +186,7 @@ class _Search:
     def _spread_family(self, item: _Family, fastest: float) -> None:
         """Over those of a family that are fast enough, all of them too large."""
         split, recompute, family = item
-        for pipeline in self._pipelines(item):
+        for pipeline in pipelines(self.question, item.split.pp, item.split.microbatches):
             if FAMILIES[pipeline.schedule] == family:
                 floor = self.costs.pipeline_floor(split, recompute, pipeline)
                 if floor < fastest:
@@ -205,7 +204,7 @@ class _Search:
         """A family that is too large as a whole is set aside as a whole."""
         costs, (split, recompute) = self.costs, group
         may_fit: dict[Family, bool] = {}
-        for pipeline in self._pipelines(group):
+        for pipeline in pipelines(self.question, group.split.pp, group.split.microbatches):
             family = FAMILIES[pipeline.schedule]
             if family not in may_fit:
                 memory = costs.family_memory_floor(split, recompute, family)
@@ -214,11 +213,6 @@ class _Search:
                     self._set_aside(memory, floor, _Family(split, recompute, family))
             if may_fit[family]:
                 self._push(costs.pipeline_floor(split, recompute, pipeline), _Piped(split, recompute, pipeline))
-
-    def _pipelines(self, group: _Group | _Family) -> Iterator[Pipeline]:
-        for pipeline in pipelines(self.question, group.split.pp, group.split.microbatches):
-            if group.recompute in recompute_modes(pipeline):
-                yield pipeline
 
     def _spread(self, group: _Piped, group_floor: float) -> None:
         """Over the ways in which data parallel shards."""
@@ -324,7 +318,7 @@ def spread(split: Split, recompute: Recompute, pipeline: Pipeline) -> Iterator[L
 def legal_count(question: Question) -> int:
     """How many layouts there are, without making each."""
     return sum(
-        len(recompute_modes(pipeline)) * len(divisors(one.data_parallel)) * len(reshard_choices(one))
+        len(MODES) * len(divisors(one.data_parallel)) * len(reshard_choices(one))
         for one in splits(question)
         for pipeline in pipelines(question, one.pp, one.microbatches)
     )
