@@ -90,10 +90,23 @@ def backward_span(stretch: Stretch, half: Half | None = None) -> Span:
 
 
 def _second_half(stretch: Stretch, first: Span, whole: Span) -> Span:
-    """From where ``first`` ends to where the whole backward does; one weight's gradient at a time. One that has been
-    added to those that are there lives until the next is made, in a variable of torch's loop over the weights."""
+    """From where ``first`` ends to where the whole backward does; one weight's gradient at a time.
+
+    One that has been added to those that are there lives until the next is made, in a variable of torch's loop over
+    the weights. By then the gradient that came in has gone, and what only such operations have saved.
+    """
     account = Account()
     weights = stretch.weights
+    left = [there - end for there, end in zip(first.after, whole.after, strict=True)]
+    left[weights.kind] = 0
+    sizes = {op.makes: op.size for op in stretch.ops}
+    saved = Counter(name for op in stretch.ops for name in op.saves)
+
+    def drop(kind: int, count: int) -> None:
+        gone = min(count, left[kind])
+        left[kind] -= gone
+        account.drop(kind, gone)
+
     before = 0
     for op in (op for op in stretch.ops if op.weight):
         made = op.weight * (weights.cast or weights.width)
@@ -104,10 +117,14 @@ def _second_half(stretch: Stretch, first: Span, whole: Span) -> Span:
         if not weights.stay:
             account.drop(weights.kind, before)
             before = op.weight * weights.width
+        drop(op.kind, op.half_keeps or op.size)
+        for name in () if op.half_work else op.saves:  # a norm in parts goes through one of them only
+            saved[name] -= 1
+            if not saved[name]:
+                drop(ACTIVATIONS, sizes.get(name, 0))
     account.drop(weights.kind, before)
-    for kind, (there, end) in enumerate(zip(first.after, whole.after, strict=True)):
-        if kind != weights.kind:
-            account.drop(kind, there - end)
+    for kind, count in enumerate(left):
+        account.drop(kind, count)
     return account.close()
 
 
