@@ -105,9 +105,10 @@ def _second_half(stretch: Stretch) -> Span:
         made = op.weight * (weights.cast or weights.width)
         account.hold(weights.kind, made)
         account.drop(op.kind, op.half_keeps or op.size)
-        account.drop(op.kind, op.hidden)
         account.drop(ACTIVATIONS, op.weight * weights.cast)
-        for name in op.saves:
+        if not op.half_work:  # of a norm in parts, the weight's gradient goes through one only
+            account.drop(op.kind, op.hidden)
+        for name in () if op.half_work else op.saves:
             savers[name] -= 1
             if not savers[name] and name not in stretch.held:
                 account.drop(kinds[name], sizes[name])

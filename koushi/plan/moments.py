@@ -59,8 +59,9 @@ class Share(NamedTuple):
     stages: Counts
     largest: tuple[Counts, ...]
     """Among these are those of its stages that are kept gathered at once."""
-    moments: tuple[tuple[Counts, Counts], ...]
-    """What it keeps of microbatches for backward, and of whose parameters it adds up gradients."""
+    moments: tuple[tuple[Counts, Counts, Counts], ...]
+    """What it keeps of microbatches for backward; of whose parameters it has gradients; of which of them a sum of
+    gradients, for which another backward has to begin after one that is done."""
 
 
 def per_round(schedule: str, pp: int, per_rank: int, microbatches: int) -> int:
@@ -140,13 +141,17 @@ def share(n_layers: int, pipeline: Pipeline, microbatches: int, rank: int) -> Sh
     every = stages.among(stages.down[-1], per_rank)
     if v_shaped:
         found = [
-            (_on_a_v(stages, down, up), every if adding else Counts())
+            (_on_a_v(stages, down, up), *(every if adding else Counts(),) * 2)
             for down, up, adding in v_moments(pp, microbatches, rank)
         ]
     else:
         each = per_round(schedule, pp, per_rank, microbatches)
         found = [
-            (_kept(stages, moment, each), _adding(stages, moment, each, microbatches))
+            (
+                _kept(stages, moment, each),
+                _adding(stages, moment, each, microbatches),
+                _adding(stages, _added_up(moment, each), each, microbatches),
+            )
             for moment in moments(schedule, pp, per_rank, microbatches, rank)
         ]
     return Share(every, _largest(stages), tuple(found))
@@ -183,6 +188,18 @@ def _adding(stages: _Stages, moment: Moment, each: int, microbatches: int) -> Co
     done = min(begun, moment.backwards // each if each == microbatches else 0)
     first, last = int(begun == per_rank) * stages.first, int(done == 0 < begun) * stages.last
     return Counts(stages.up[begun] - stages.up[done], first, begun - done - first - last, last)
+
+
+def _added_up(moment: Moment, each: int) -> Moment:
+    """With only those backwards that another of the same stage has begun after; where backward isn't split, with all.
+
+    What a stage's first backward gives waits for that. In a turn of as many as are between the parts of one backward,
+    all have begun before the first is done.
+    """
+    behind = moment.backwards - moment.freed
+    if not behind:
+        return moment
+    return moment._replace(freed=max(0, moment.freed - 1) if each > behind + 1 else 0)
 
 
 def _at_turn(turn: int, actions: int, per_rank: int, each: int) -> int:

@@ -119,12 +119,15 @@ class Room:
         stages, gradient, gathered = held.stages, self._widths[0], 0
         if split.data_parallel > 1:
             gradient = self._widths[2]
-            if SCHEDULES[pipeline.schedule].splits_backward:  # some are not in the reduction's dtype yet
-                gradient = min(self._widths[1:])
             gathered = sum(sorted(one.of(kinds.whole) for one in held.largest)[-MOST_UNSHARDED:])
         first, middle, last = kinds.buffers
         buffers = stages.first * first + stages.middle * middle + stages.last * last
-        most = max(kept.of(kinds.kept) + gradient * adding.of(kinds.whole) for kept, adding in held.moments)
+        # A sum is there in the reduction's dtype, what waits to be added in that of compute.
+        late = min(gradient, self._widths[1]) if SCHEDULES[pipeline.schedule].splits_backward else gradient
+        most = max(
+            kept.of(kinds.kept) + late * begun.of(kinds.whole) + (gradient - late) * summed.of(kinds.whole)
+            for kept, begun, summed in held.moments
+        )
         states = 3.0 * self._widths[0] * stages.of(kinds.whole)
         return states, float(gathered * self._widths[1]) + buffers * split.microbatches + most
 
