@@ -23,7 +23,7 @@ from koushi.dryrun.trace import RankTrace, trace
 from koushi.dryrun.world import DeviceKind
 from koushi.job import Job
 from koushi.layout import local_shape
-from koushi.models.llama.layout import canonical, parameters
+from koushi.models.llama.layout import block_parameters, canonical, parameters
 from koushi.parallel.ledger import Ledger
 from koushi.schedules import layer_ranges
 from koushi.traffic import Collective, Traffic
@@ -46,9 +46,9 @@ def traces(job: Job, kind: DeviceKind, classes: Sequence[RankClass]) -> list[Ran
     ranks = [one.representative for one in classes]
     if sum(work(job, rank) for rank in ranks) <= MOST_WORK:
         return whole(job, kind, ranks)
-    chosen = sorted({rank for family in families(job, ranks) for rank in _ends_and_middle(family)})
-    found = _stacked(job, kind, chosen)
-    for family in families(job, ranks):
+    grouped = families(job, ranks)
+    found = _stacked(job, kind, sorted({rank for family in grouped for rank in _ends_and_middle(family)}))
+    for family in grouped:
         between = _between(job, family, found)
         missing = [rank for rank in family if rank not in found and rank not in between]
         found |= between | _stacked(job, kind, missing)
@@ -253,14 +253,15 @@ def _unmatched(one: Traffic, other: Traffic) -> list[tuple[Collective, int, int]
 
 def _shapes(job: Job, rank: int) -> dict[str, tuple[int, ...]]:
     """Local shapes of everything the rank holds, as the layout gives them."""
-    described = parameters(job.size, job.mesh.degree("tp"))
+    tp = job.mesh.degree("tp")
+    described = parameters(job.size, tp)
     degrees = dict(zip(job.mesh.names, job.mesh.shape, strict=True))
     coordinate = job.mesh.coordinate(rank)
     names = []
     held = held_stages(job, rank)
     for stage in held:
         names += ["tok_embeddings.weight"] if stage == 0 else []
-        names += [name for layer in job.stages[stage] for name in described if name.startswith(f"layers.{layer}.")]
+        names += [each.name for layer in job.stages[stage] for each in block_parameters(job.size, layer, tp)]
         names += ["norm.weight", "output.weight"] if stage == len(job.stages) - 1 else []
     if job.size.tie_embeddings and 0 in held and len(job.stages) == 1:
         names.remove("output.weight")

@@ -6,13 +6,13 @@ computes them in Python for every elementwise operator anew, which is most of a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from koushi.parallel.calls import Operator
+from koushi.parallel.calls import Operator, tensors_in
 
 Made = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Sizes, strides and dtype of a tensor that has a storage of its own, no larger than it needs."""
@@ -53,7 +53,7 @@ class KnownShapes:
             return torch.empty_strided(made[0], made[1], dtype=made[2], device="meta")
         out = operator(*args, **kwargs)
         if described not in self._made:
-            self._made[described] = _as_made(out)
+            self._made[described] = _as_made(out, tensors_in((args, tuple(kwargs.values()))))
         return out
 
 
@@ -79,13 +79,15 @@ def _describe(values: tuple[Any, ...] | list[Any], key: list[Hashable]) -> None:
             key.append(len(value))
             _describe(value, key)
         else:
-            key += [type(value).__name__, value]
+            key.append((type(value), value))
 
 
-def _as_made(out: Any) -> Made | None:
-    """None where a new tensor of the same sizes and strides would not be the same."""
-    like = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-    fits = out.is_meta and type(out) is Tensor and out.storage_offset() == 0
-    if not fits or out.untyped_storage().nbytes() != like.untyped_storage().nbytes():
+def _as_made(out: Tensor, given: Sequence[Tensor]) -> Made | None:
+    """None where a new tensor of the same sizes and strides would not be the same, as of views that don't say so."""
+    if not out.is_meta or type(out) is not Tensor or out.storage_offset() != 0:
+        return None
+    storage = out.untyped_storage()
+    like = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta").untyped_storage()
+    if storage.nbytes() != like.nbytes() or storage._cdata in {each.untyped_storage()._cdata for each in given}:
         return None
     return out.shape, out.stride(), out.dtype

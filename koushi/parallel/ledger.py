@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if types and any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # comes again with its local tensors
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)

@@ -61,7 +61,8 @@ def test_the_second_call_does_not_reach_torch() -> None:
 
         def __call__(self, *args: Tensor) -> Tensor:
             calls.append(args)
-            return aten.neg.default(*args)
+            out: Tensor = aten.neg.default(*args)
+            return out
 
     operator = Counted()
     first, second = run(operator, (meta(3),), {}), run(operator, (meta(3),), {})
@@ -81,6 +82,15 @@ def test_what_writes_views_or_carries_is_run() -> None:
         torch.ops.c10d.send.default,
     ):
         assert not makes_one(operator), operator
+
+
+def test_a_view_that_does_not_say_so_is_run_each_time() -> None:
+    run = KnownShapes()
+    assert makes_one(aten._unsafe_view.default)
+    for _ in range(3):
+        x = meta(4, 6)
+        out = run(aten._unsafe_view.default, (x, [2, 12]), {})
+        assert out.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
 def test_real_tensors_are_computed() -> None:
