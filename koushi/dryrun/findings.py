@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from koushi.dryrun.flow import Facts
 from koushi.job import Job
 from koushi.parallel.ledger import Event, Ledger
+from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.units import bytes_text
 
 SCALARS = 2
@@ -91,10 +92,13 @@ def _is_tied_exchange(event: Event, facts: Facts, job: Job) -> bool:
 
 
 def _is_gathered_with_the_rest(event: Event, facts: Facts, job: Job) -> bool:
+    """For backward; torch's runtime of many stages has it done before, in a phase of forwards."""
     one = event.collective
+    early = one.phase == "forward" and job.stages_per_rank > MOST_UNSHARDED
     return (
-        (one.submesh, one.operation, one.phase) == ("dp_shard", "all_gather", "backward")
-        and set(facts.parameters) == {"tok_embeddings.weight"}
+        (one.submesh, one.operation) == ("dp_shard", "all_gather")
+        and (one.phase == "backward" or early)
+        and (facts.padding or set(facts.parameters) == {"tok_embeddings.weight"})
         and event.module == "tok_embeddings"
     )
 

@@ -49,6 +49,8 @@ class Facts:
     """Nothing that is left after the step, or that others are sent, was computed from the result."""
     scaled: float | None = None
     """By what plain number the summands or the sum are scaled."""
+    padding: bool = False
+    """No more is handed in than zeros that fill up: the rank has no part of what the others hand in."""
     parameters: tuple[str, ...] = ()
     """Whose values are handed in."""
     gradients: tuple[str, ...] = ()
@@ -276,9 +278,11 @@ class Flow(Observer):
     def _result(self, does: Effect, reads: Sequence[Tensor], values: Sequence[Value], rest: Any) -> Value:
         number = self._computed(tuple(value.number for value in values))
         content = hash((does.name, tuple(value.content for value in values), rest))
+        if does.kind is Kind.ZERO:
+            return Value(number, content, self._all, zero=True)
         every = reduce(and_, (value.every for value in values), self._all)
         if not values:
-            return Value(number, content, every, zero=does.kind is Kind.ZERO or (does.fills and 0.0 in flat(rest)))
+            return Value(number, content, every, zero=does.fills and 0.0 in flat(rest))
         if does.kind is Kind.MOVE:
             whole = all(tensor.numel() == self._storage(tensor).elements for tensor in reads)
             joined = self._together(values)
@@ -330,6 +334,7 @@ class Flow(Observer):
             complete=sums and bits > 0 and operand.every & bits == bits and not operand.zero,
             counts_copies=sums and operand.some & bits > 0,
             scaled=operand.scale if sums and operand.scale != 1 else None,
+            padding=operand.zero,
             parameters=parameters,
             gradients=gradients,
         )

@@ -31,8 +31,9 @@ from koushi.dryrun.trace import trace
 from koushi.job import Job
 from koushi.models.llama.sizes import LlamaSize
 from koushi.parallel import recompute, tensor
+from koushi.parallel.recomputed import Contexts
 from koushi.plan.memory import every_rank
-from koushi.plan.workload import System, Transformer, Workload, of_job
+from koushi.plan.workload import System, Transformer, Workload, koushis, of_job
 from koushi.schedules import layer_ranges
 
 EVERY_OTHER = 0.5
@@ -47,7 +48,7 @@ NOT_KOUSHIS: tuple[tuple[str, Callable[[Workload], bool]], ...] = (
     ("context parallel", lambda workload: workload.mesh.degree("cp") > 1),
     ("only some blocks recompute", lambda workload: workload.system.recompute_share < 1),
     ("no fused attention", lambda workload: not workload.system.flash_attention),
-    ("a system that keeps its state otherwise", lambda workload: _own_ways(workload) != System()),
+    ("a system that keeps its state otherwise", lambda workload: _own_ways(workload) != koushis()),
 )
 """Why Koushi's code cannot run what a run ran, the first that holds."""
 
@@ -95,7 +96,7 @@ def likeness(run: Run) -> Likeness | str:
         name="published",
         base=Path(),
     )
-    assert of_job(job) == replace(workload, system=System()), "a job of another workload"
+    assert of_job(job) == replace(workload, system=koushis()), "a job of another workload"
     return Likeness(
         job,
         every_other_matmul=workload.recompute == "selective" and system.kept_matmuls == EVERY_OTHER,
@@ -109,7 +110,7 @@ def peak_of(like: Likeness) -> Peak:
     fullest = max(range(len(memories)), key=lambda pp: memories[pp].active)
     with ExitStack() as stack:
         if like.every_other_matmul:
-            stack.enter_context(patch.object(recompute, "create_selective_checkpoint_contexts", every_other))
+            stack.enter_context(patch.object(recompute, "contexts", every_other))
         if like.torchs_loss:
             stack.enter_context(patch.object(tensor, "token_loss_sum", torchs_loss_sum))
             stack.enter_context(loss_parallel())
@@ -124,8 +125,9 @@ def torchs_loss_sum(logits: Tensor, labels: Tensor, submesh: DeviceMesh) -> Tens
     return loss.to_local()
 
 
-def every_other(keep: Callable[..., CheckpointPolicy]) -> Any:
-    """Contexts of a block whose policy keeps what ``keep`` does, but of the matmuls only the first, the third, ..."""
+def every_other(mode: str) -> Contexts:
+    """In the place of Koushi's contexts: all outputs that it may keep, but of matmuls the first, the third, ..."""
+    assert mode == "selective", "what is made again in full keeps nothing"
     matmuls: Counter[bool] = Counter()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -133,9 +135,10 @@ def every_other(keep: Callable[..., CheckpointPolicy]) -> Any:
             matmuls[context.is_recompute] += 1
             if matmuls[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        return keep(context, operation, *args, **kwargs)
+        return recompute.policy(context, operation)
 
-    return create_selective_checkpoint_contexts(policy)
+    forward, again = create_selective_checkpoint_contexts(policy)
+    return forward, again
 
 
 def _plain(model: Transformer) -> Transformer:
@@ -151,6 +154,7 @@ def _own_ways(workload: Workload) -> System:
         distributed_loss=False,
         fused=False,
         gathers_float8=False,
+        keeps_every_output=False,
         overlap_data_parallel=True,
         overlap_tensor_parallel=False,
         kept_matmuls=1.0 if workload.recompute != "selective" or kept == EVERY_OTHER else kept,

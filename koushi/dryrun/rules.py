@@ -71,7 +71,8 @@ def wrong_submesh(case: Case) -> Said | None:
             return f"tp ranks hold different pieces of {_names(cut)}, which it adds up", "Leave cut parameters out."
         if one.phase == "backward":
             return "tp ranks finish gradients once, after backward", "Reduce gradients over data parallel."
-    if one.submesh == "dp_shard" and one.operation == "all_gather" and not facts.parameters:
+    gathers = one.submesh == "dp_shard" and one.operation == "all_gather"
+    if gathers and not (facts.parameters or facts.padding):
         return "activations are gathered over dp_shard, which is for parameters", "Gather activations over tp."
     reduces = (one.submesh, one.operation) in {("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")}
     if reduces and one.phase != "backward" and not is_scalar(case.event) and not facts.gradients:
@@ -114,7 +115,7 @@ def averages(case: Case) -> Said | None:
 
 
 def gathered_again(case: Case) -> Said | None:
-    if case.facts.again is None:
+    if case.facts.again is None or case.facts.padding:
         return None
     first = case.record.ledger.events[case.facts.again]
     return f"the same was gathered before ({described(first)})", "Use what was gathered first."

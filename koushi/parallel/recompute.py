@@ -116,16 +116,17 @@ def _detached(out: Any) -> Any:
     return out.detach() if isinstance(out, Tensor) else out
 
 
-def _policy(context: Any, func: Operator, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def policy(context: Any, func: Operator, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """torch's, for what is compiled: which outputs are kept. Which of these backward needs, torch.compile finds."""
     return CheckpointPolicy.MUST_SAVE if func in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _compiled() -> Contexts:
-    forward, again = create_selective_checkpoint_contexts(_policy)
+    forward, again = create_selective_checkpoint_contexts(policy)
     return forward, again
 
 
-def _contexts(mode: Literal["selective", "full"]) -> Contexts:
+def contexts(mode: Literal["selective", "full"]) -> Contexts:
     """Of forward, and of the forward that backward runs again."""
     if mode == "full":
         return nullcontext(), nullcontext()
@@ -143,7 +144,7 @@ def apply(block: nn.Module, mode: Literal["none", "selective", "full"]) -> nn.Mo
     def forward(*args: Any) -> Any:
         if torch.compiler.is_compiling():  # knows torch's own by name
             return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **options)
-        return recomputed(plain, *args, contexts=_contexts(mode))
+        return recomputed(plain, *args, contexts=contexts(mode))
 
     block.forward = forward
     return block

@@ -170,6 +170,11 @@ class Workload:
         return self.global_batch_size * self.seq_len
 
 
+def koushis(*, compiled: bool = False) -> System:
+    """How Koushi itself works."""
+    return System(fused=compiled, expandable_segments=True)
+
+
 def of_job(job: Job) -> Workload:
     """The workload of a checked run file."""
     config = job.config
@@ -186,5 +191,5 @@ def of_job(job: Job) -> Workload:
         parameters=config.precision.parameters,
         compute=config.precision.compute,
         reduce=config.precision.reduce,
-        system=System(fused=config.training.compile, expandable_segments=True),
+        system=koushis(compiled=config.training.compile),
     )

@@ -16,6 +16,17 @@ from koushi.dryrun.findings import EXEMPTIONS, Finding
 from koushi.dryrun.forks import in_forks
 from koushi.dryrun.ranks import rank_classes
 
+NO_SHARD_FOR_THE_LAST = (
+    *("parallelism.data_parallel_shard_degree=8", "training.global_batch_size=32"),
+    *("model.vocab_size=42", "data.source=synthetic"),
+)
+"""Eight pieces of six rows: the last rank has none."""
+MANY_STAGES = (
+    *("parallelism.pipeline_parallel_schedule=Interleaved1F1B", "parallelism.pipeline_parallel_stages_per_rank=4"),
+    "parallelism.pipeline_parallel_layers_per_stage=[0, 1, 1, 1, 1, 1, 1, 0]",
+)
+"""More of a rank than torch's runtime keeps gathered at once."""
+
 SOUND = (
     (),
     TP2,
@@ -30,6 +41,8 @@ SOUND = (
     (*SHARD2, *TP2),
     (*REPLICATE2, *SHARD2),
     (*PP2, *SHARD2, *TP2),
+    NO_SHARD_FOR_THE_LAST,
+    (*PP2, *NO_SHARD_FOR_THE_LAST, "model.n_layers=6", *MANY_STAGES),
 )
 
 
@@ -53,7 +66,7 @@ def test_a_sound_layout_has_no_findings(overrides: tuple[str, ...], tmp_path: Pa
 
 
 @pytest.mark.long
-def test_what_torch_computes_again_for_each_parameter_is_let_pass(tmp_path: Path) -> None:
+def test_what_is_made_again_for_a_backward_in_two_halves_is_gathered_once(tmp_path: Path) -> None:
     schedule = "parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
     assert found(tmp_path, *PP2, *TP2, schedule, "training.recompute=full", "model.n_layers=4") == []
 
