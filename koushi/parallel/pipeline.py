@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
+from koushi.parallel.forward_only import forward_only
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -80,7 +82,8 @@ class Schedule:
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> list[Tensor]:
         """Forward only."""
-        return self._run(self._schedule.eval, tokens, labels)
+        with forward_only(self._schedule):
+            return self._run(self._schedule.eval, tokens, labels)
 
     def _run(self, run: Callable[..., Any], tokens: Tensor, labels: Tensor) -> list[Tensor]:
         losses: list[Tensor] = []

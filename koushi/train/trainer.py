@@ -93,10 +93,10 @@ class Trainer:
                     if (step + 1) % config.metrics.every == 0 or step + 1 == config.training.steps:
                         self._report(step + 1, result)
                     self._outcome.after_step(step + 1)
+                    if self.checkpoints is not None:  # first: what comes after may fail
+                        self.checkpoints.after_step(step + 1, self._samples_before(step + 1))
                     if config.validation.every and (step + 1) % config.validation.every == 0:
                         self._validate(step + 1)
-                    if self.checkpoints is not None:
-                        self.checkpoints.after_step(step + 1, self._samples_before(step + 1))
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.close()

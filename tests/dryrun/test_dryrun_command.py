@@ -112,7 +112,7 @@ def test_where_plan_and_run_part_the_command_fails(
     assert run(path, "--json") == 1
     said = capsys.readouterr()
     assert json.loads(said.out)["disagreements"] == ["rank 0: peak memory planned 1 B, ran 2 B"] and said.err
-    monkeypatch.setattr(command, "audit_job", lambda job, kind: ["lonely: an all-reduce that none needs"])
+    monkeypatch.setattr(command, "audit_job", lambda *_, **__: ["lonely: an all-reduce that none needs"])
     assert run(path) == 1
     said = capsys.readouterr()
     assert "the audit has 1 finding" in said.err and "part in 1 place:" in said.err

@@ -226,7 +226,7 @@ def test_what_a_rank_keeps_is_what_its_stages_keep() -> None:
             ends = [(stage == 0, stage == pp * per_rank - 1) for stage in held]
             found = share(n_layers, Pipeline(pp, schedule, per_rank), microbatches, rank).moments
             times = moments(schedule, pp, per_rank, microbatches, rank)
-            for (kept, adding), (forwards, backwards, freed) in zip(found, times, strict=True):
+            for (kept, adding, added_up), (forwards, backwards, freed) in zip(found, times, strict=True):
                 down = in_turns(forwards, per_rank, each)
                 up, gone = (in_turns(done, per_rank, each)[::-1] for done in (backwards, freed))
                 there = [one - other for one, other in zip(down, up, strict=True)]
@@ -236,6 +236,9 @@ def test_what_a_rank_keeps_is_what_its_stages_keep() -> None:
                 assert adding == Counts(
                     sum(many for many, adds in zip(layers, summed, strict=True) if adds), *by_end(summed, ends)
                 )
+                # Of these a sum: all where backward is whole, no more than begun where it is split.
+                assert all(one <= other for one, other in zip(added_up, adding, strict=True))
+                assert added_up == adding or freed < backwards
                 tried += 1
     assert tried > 1000
 
