@@ -14,7 +14,7 @@ from koushi.plan.allocator import fragmentation_bytes, runtime_bytes
 from koushi.plan.layouts import Layout, Pipeline, Split, mesh_of
 from koushi.plan.moments import Family, fewest_in_flight, fewest_layers, share
 from koushi.plan.operations import Device
-from koushi.plan.pipelined import buffer_bytes, forward
+from koushi.plan.pipelined import backward, buffer_bytes, forward
 from koushi.plan.stages import stage_of
 from koushi.plan.units import units_of
 from koushi.plan.unshard import MOST_UNSHARDED
@@ -29,6 +29,9 @@ class _Kinds:
 
     kept: tuple[int, int, int, int]
     """Of a microbatch, for backward: a block; what the first, a middle and the last stage have besides."""
+    half: tuple[int, int, int, int]
+    """What there is besides once the first half of a split backward is done, with all that a stage keeps beside its
+    blocks; the first stage has no such half."""
     whole: tuple[int, int, int, int]
     """Elements of parameters after tensor parallel's cut, in the same way."""
     buffers: tuple[int, int, int]
@@ -97,7 +100,8 @@ class Room:
     def _some(self, split: Split, kinds: _Kinds, layout: Layout) -> tuple[tuple[float, float], ...]:
         """Of the ranks that are often the fullest, or as many as it takes to see that the layout is too large."""
         found = []
-        for rank in (1, 0) if split.pp == 2 else (1, 0, split.pp - 1):
+        late = (split.pp - 2,) if SCHEDULES[layout.pipeline.schedule].splits_backward else ()
+        for rank in dict.fromkeys((1, *late, split.pp - 1, 0)):
             states, other = self._rank(split, kinds, layout.pipeline, rank)
             found.append((states, other))
             if states / layout.dp_shard + other > self.hardware.chip.memory_bytes:
@@ -125,8 +129,11 @@ class Room:
         # A sum is there in the reduction's dtype, what waits to be added in that of compute.
         late = min(gradient, self._widths[1]) if SCHEDULES[pipeline.schedule].splits_backward else gradient
         most = max(
-            kept.of(kinds.kept) + late * begun.of(kinds.whole) + (gradient - late) * summed.of(kinds.whole)
-            for kept, begun, summed in held.moments
+            kept.of(kinds.kept)
+            + halves.of(kinds.half)
+            + late * begun.of(kinds.whole)
+            + (gradient - late) * summed.of(kinds.whole)
+            for kept, halves, begun, summed in held.moments
         )
         states = 3.0 * self._widths[0] * stages.of(kinds.whole)
         return states, float(gathered * self._widths[1]) + buffers * split.microbatches + most
@@ -161,10 +168,16 @@ class Room:
             sizes = [forward(stage).growth for stage in stages]
             buffers = [buffer_bytes(workload, stage) for stage in stages]
             block = sizes[1] - forward(one).growth
+            halved = replace(workload, schedule="InterleavedZeroBubble")
+            halves = [backward(stage_of(halved, index, self.device), False, half="inputs").growth for index in (1, 2)]
+            alone = stage_of(replace(halved, stage_layers=(1, 1, 1)), 1, self.device)
+            more = halves[0] - backward(alone, False, half="inputs").growth
             wholes = [units_of(workload, index).total.whole for index in range(3)]
             per_block = wholes[1] // 2
+            beside = (sizes[0] - block, sizes[1] - 2 * block, sizes[2] - block)
             found = self._kinds[key] = _Kinds(
-                (block, sizes[0] - block, sizes[1] - 2 * block, sizes[2] - block),
+                (block, *beside),
+                (more, beside[0], beside[1] + halves[0] - 2 * more, beside[2] + halves[1] - more),
                 (per_block, wholes[0] - per_block, 0, wholes[2] - per_block),
                 (buffers[0], buffers[1], buffers[2]),
             )
