@@ -129,6 +129,10 @@ def _outstanding(found: Iterable[Situation]) -> list[Situation]:
     alike: dict[tuple[object, ...], list[Situation]] = {}
     for one in sorted(found, key=lambda one: -sum(one.counts)):
         others = alike.setdefault(one[:ALIKE], [])
-        if not any(all(map(ge, other.counts, one.counts)) for other in others):
+        counts = one.counts
+        for other in others:
+            if all(map(ge, other.counts, counts)):
+                break
+        else:
             others.append(one)
     return [one for others in alike.values() for one in others]
