@@ -59,10 +59,10 @@ class Share(NamedTuple):
     stages: Counts
     largest: tuple[Counts, ...]
     """Among these are those of its stages that are kept gathered at once."""
-    moments: tuple[tuple[Counts, Counts, Counts, Counts], ...]
+    moments: tuple[tuple[Counts, Counts, Counts, Counts, Counts], ...]
     """What it keeps of microbatches for backward; of those whose backward is half done, the first stage's layers left
     out; of whose parameters it has gradients; of which of them a sum of gradients, for which another backward has to
-    begin after one that is done."""
+    begin after one that is done; of stages in the middle that begin a backward."""
 
 
 def per_round(schedule: str, pp: int, per_rank: int, microbatches: int) -> int:
@@ -144,7 +144,7 @@ def share(n_layers: int, pipeline: Pipeline, microbatches: int, rank: int) -> Sh
     every = stages.among(stages.down[-1], per_rank)
     if v_shaped:
         found = [
-            (_on_a_v(stages, down, up), Counts(), *(every if adding else Counts(),) * 2)
+            (_on_a_v(stages, down, up), Counts(), *(every if adding else Counts(),) * 2, Counts())
             for down, up, adding in v_moments(pp, microbatches, rank)
         ]
     else:
@@ -155,6 +155,7 @@ def share(n_layers: int, pipeline: Pipeline, microbatches: int, rank: int) -> Sh
                 _halves(stages, moment, each),
                 _adding(stages, moment, each, microbatches),
                 _adding(stages, _added_up(moment, each), each, microbatches),
+                _acting(stages, moment, each),
             )
             for moment in moments(schedule, pp, per_rank, microbatches, rank)
         ]
@@ -204,6 +205,13 @@ def _adding(stages: _Stages, moment: Moment, each: int, microbatches: int) -> Co
     done = min(begun, moment.backwards // each if each == microbatches else 0)
     first, last = int(begun == per_rank) * stages.first, int(done == 0 < begun) * stages.last
     return Counts(stages.up[begun] - stages.up[done], first, begun - done - first - last, last)
+
+
+def _acting(stages: _Stages, moment: Moment, each: int) -> Counts:
+    per_rank = len(stages.layers)
+    stage = per_rank - 1 - moment.backwards // each % per_rank
+    is_end = (stages.first and stage == 0) or (stages.last and stage == per_rank - 1)
+    return Counts() if is_end or not stages.layers[stage] else Counts(middle=1)
 
 
 def _added_up(moment: Moment, each: int) -> Moment:

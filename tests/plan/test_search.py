@@ -198,7 +198,7 @@ def test_no_second_rank_has_less_in_flight_than_its_family() -> None:
         family = FAMILIES[schedule]
         for n_layers in range(pp * per_rank, 3 * pp * per_rank + 2):
             found = share(n_layers, Pipeline(pp, schedule, per_rank), microbatches, 1)
-            kept, halves, adding, _ = found.moments[0]
+            kept, halves, adding, *_ = found.moments[0]
             assert halves == adding == Counts()
             tried[family] += 1
             if family == "v-shaped":
@@ -226,7 +226,7 @@ def test_what_a_rank_keeps_is_what_its_stages_keep() -> None:
             ends = [(stage == 0, stage == pp * per_rank - 1) for stage in held]
             found = share(n_layers, Pipeline(pp, schedule, per_rank), microbatches, rank).moments
             times = moments(schedule, pp, per_rank, microbatches, rank)
-            for (kept, halves, adding, _), (forwards, backwards, freed) in zip(found, times, strict=True):
+            for (kept, halves, adding, *_), (forwards, backwards, freed) in zip(found, times, strict=True):
                 down = in_turns(forwards, per_rank, each)
                 up, gone = (in_turns(done, per_rank, each)[::-1] for done in (backwards, freed))
                 there = [one - other for one, other in zip(down, up, strict=True)]
