@@ -43,6 +43,7 @@ def plan(search: bool, write: Path | None, as_json: bool, arguments: tuple[str, 
         else:
             show_plan(run_path, overrides, as_json)
     finally:
+        gc.freeze()  # or Python would look through all of it as it ends
         gc.enable()
 
 

@@ -59,9 +59,10 @@ class Share(NamedTuple):
     stages: Counts
     largest: tuple[Counts, ...]
     """Among these are those of its stages that are kept gathered at once."""
-    moments: tuple[tuple[Counts, Counts, Counts], ...]
-    """What it keeps of microbatches for backward; of whose parameters it has gradients; of which of them a sum of
-    gradients, for which another backward has to begin after one that is done."""
+    moments: tuple[tuple[Counts, Counts, Counts, Counts, Counts], ...]
+    """What it keeps of microbatches for backward; of those whose backward is half done, the first stage's layers left
+    out; of whose parameters it has gradients; of which of them a sum of gradients, for which another backward has to
+    begin after one that is done; of stages in the middle that begin a backward."""
 
 
 def per_round(schedule: str, pp: int, per_rank: int, microbatches: int) -> int:
@@ -73,16 +74,18 @@ def per_round(schedule: str, pp: int, per_rank: int, microbatches: int) -> int:
 
 @cache
 def moments(schedule: str, pp: int, per_rank: int, microbatches: int, rank: int) -> tuple[Moment, ...]:
-    """As the first backward begins, and as a later one does when every stage has had one; not of V schedules."""
+    """As the first backward begins, and as a later one does when every stage has had one; where backward is split, as
+    the one after the last forward does as well, before which no more has been freed than made. Not of V schedules."""
     every, each = per_rank * microbatches, per_round(schedule, pp, per_rank, microbatches)
     if FAMILIES[schedule] == "in phases":
         return tuple(Moment(every, done, done) for done in (0, 1) if done < every)
     ahead = pp - 1 - rank if schedule in ("1F1B", "InterleavedZeroBubble") else 2 * (pp - 1 - rank)
     warmup = (per_rank - 1) * each + ahead
     behind = rank if SCHEDULES[schedule].splits_backward else 0
+    times = [0, (per_rank - 1) * each + 1, *([max(0, every - warmup - 1)] if behind else [])]
     return tuple(
         Moment(min(warmup + 1 + done, every), done, max(0, done - behind))
-        for done in (0, (per_rank - 1) * each + 1)
+        for done in dict.fromkeys(times)
         if done < every
     )
 
@@ -141,7 +144,7 @@ def share(n_layers: int, pipeline: Pipeline, microbatches: int, rank: int) -> Sh
     every = stages.among(stages.down[-1], per_rank)
     if v_shaped:
         found = [
-            (_on_a_v(stages, down, up), *(every if adding else Counts(),) * 2)
+            (_on_a_v(stages, down, up), Counts(), *(every if adding else Counts(),) * 2, Counts())
             for down, up, adding in v_moments(pp, microbatches, rank)
         ]
     else:
@@ -149,8 +152,10 @@ def share(n_layers: int, pipeline: Pipeline, microbatches: int, rank: int) -> Sh
         found = [
             (
                 _kept(stages, moment, each),
+                _halves(stages, moment, each),
                 _adding(stages, moment, each, microbatches),
                 _adding(stages, _added_up(moment, each), each, microbatches),
+                _acting(stages, moment, each),
             )
             for moment in moments(schedule, pp, per_rank, microbatches, rank)
         ]
@@ -181,6 +186,18 @@ def _kept(stages: _Stages, moment: Moment, each: int) -> Counts:
     return Counts(layers, first, forwards - backwards - first - last, last)
 
 
+def _halves(stages: _Stages, moment: Moment, each: int) -> Counts:
+    """The first stage goes backward once, for the weights, and makes nothing before."""
+    _, backwards, freed = moment
+    per_rank = len(stages.layers)
+    at_first, at_last = (
+        _at_turn(turn, backwards, per_rank, each) - _at_turn(turn, freed, per_rank, each) for turn in (per_rank - 1, 0)
+    )
+    first, last = stages.first * at_first, stages.last * at_last
+    layers = _layers(stages.up, backwards, each) - _layers(stages.up, freed, each) - first * stages.layers[0]
+    return Counts(layers, first, backwards - freed - first - last, last)
+
+
 def _adding(stages: _Stages, moment: Moment, each: int, microbatches: int) -> Counts:
     """Of stages that have begun to add up gradients, without those that are done: these hold shards only."""
     per_rank = len(stages.layers)
@@ -188,6 +205,13 @@ def _adding(stages: _Stages, moment: Moment, each: int, microbatches: int) -> Co
     done = min(begun, moment.backwards // each if each == microbatches else 0)
     first, last = int(begun == per_rank) * stages.first, int(done == 0 < begun) * stages.last
     return Counts(stages.up[begun] - stages.up[done], first, begun - done - first - last, last)
+
+
+def _acting(stages: _Stages, moment: Moment, each: int) -> Counts:
+    per_rank = len(stages.layers)
+    stage = per_rank - 1 - moment.backwards // each % per_rank
+    is_end = (stages.first and stage == 0) or (stages.last and stage == per_rank - 1)
+    return Counts() if is_end or not stages.layers[stage] else Counts(middle=1)
 
 
 def _added_up(moment: Moment, each: int) -> Moment:

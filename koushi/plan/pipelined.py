@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul
+from itertools import groupby
+from operator import itemgetter, mul, sub
 
 from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input, left_over
 from koushi.plan.operations import Device
 from koushi.plan.sharded import Sharded
-from koushi.plan.situations import COUNTED, Habits, Situation, situations_of_rank
+from koushi.plan.situations import ALIKE, COUNTED, Habits, Situation, situations_of_rank
 from koushi.plan.spans import (
     ACTIVATIONS,
     GRADIENTS,
@@ -323,16 +324,22 @@ class _Rank:
         best: tuple[int, Situation, Span] | None = None
         compute_highest = shards_highest = 0
         any_shards = any(self.shards)
-        for situation in found:
-            total, shards = self._done_with(situation.reduced)
-            total += sum(map(mul, situation.counts, self.totals))
+        for _, several in groupby(found, key=itemgetter(*range(ALIKE))):
+            alike = list(several)
+            one = alike[0]
+            done, shards = self._done_with(one.reduced)
+            span = self.held[one.kind].span(one)
+            totals = [sum(map(mul, each.counts, self.totals), done) for each in alike]
+            total = most = max(totals)
             if any_shards:
-                shards += _dot(situation.counts, self.shards)
-            span = self.held[situation.kind].span(situation)
-            compute_highest = max(compute_highest, total - shards + span.compute_highest)
+                of_shards = [sum(map(mul, each.counts, self.shards), shards) for each in alike]
+                most, shards = max(map(sub, totals, of_shards)), max(of_shards)
+            else:
+                most -= shards
+            compute_highest = max(compute_highest, most + span.compute_highest)
             shards_highest = max(shards_highest, shards + span.stream_highest[0])
             if best is None or total + span.highest > best[0]:
-                best = total + span.highest, situation, span
+                best = total + span.highest, alike[totals.index(total)], span
         assert best is not None, "a schedule has actions"
         highest, situation, span = best
         peak = list(span.peak)

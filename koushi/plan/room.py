@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import fragmentation_bytes, runtime_bytes
 from koushi.plan.layouts import Layout, Pipeline, Split, mesh_of
+from koushi.plan.lifetimes import Half
 from koushi.plan.moments import Family, fewest_in_flight, fewest_layers, share
 from koushi.plan.operations import Device
-from koushi.plan.pipelined import buffer_bytes, forward
-from koushi.plan.stages import stage_of
+from koushi.plan.pipelined import backward, buffer_bytes, forward
+from koushi.plan.stages import Stage, stage_of
 from koushi.plan.units import units_of
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Recompute, Workload
@@ -29,8 +30,13 @@ class _Kinds:
 
     kept: tuple[int, int, int, int]
     """Of a microbatch, for backward: a block; what the first, a middle and the last stage have besides."""
+    half: tuple[int, int, int, int]
+    """What there is besides once the first half of a split backward is done, with all that a stage keeps beside its
+    blocks; the first stage has no such half."""
     whole: tuple[int, int, int, int]
     """Elements of parameters after tensor parallel's cut, in the same way."""
+    acts: tuple[int, int]
+    """What a middle stage's backward makes at least: a whole one, the first half of a split one."""
     buffers: tuple[int, int, int]
     """Of a microbatch's messages to come: of the first, a middle and the last stage."""
 
@@ -79,8 +85,11 @@ class Room:
 
     def floor(self, split: Split, layout: Layout) -> float:
         """Bytes that the fullest rank's device has taken at least."""
-        ranks = self._known(split, layout)
-        return self._device(split, max(states / layout.dp_shard + other for states, other in ranks))
+        ranks, gathering = self._known(split, layout), 0
+        if split.pp > 1 and layout.dp_shard > 1 and self.base.system.own_streams and self.device == "gpu":
+            # The pool for gathers is full at some moment, and what it has stays reserved.
+            gathering = 2 * self._widths[1] * self._kinds_of(split, layout.recompute).whole[0]
+        return self._device(split, max(states / layout.dp_shard + other for states, other in ranks) + gathering)
 
     def _known(self, split: Split, layout: Layout) -> tuple[tuple[float, float], ...]:
         key = (split, layout.recompute, layout.pipeline, layout.reshard_after_forward)
@@ -97,7 +106,8 @@ class Room:
     def _some(self, split: Split, kinds: _Kinds, layout: Layout) -> tuple[tuple[float, float], ...]:
         """Of the ranks that are often the fullest, or as many as it takes to see that the layout is too large."""
         found = []
-        for rank in (1, 0) if split.pp == 2 else (1, 0, split.pp - 1):
+        late = (split.pp - 2,) if SCHEDULES[layout.pipeline.schedule].splits_backward else ()
+        for rank in dict.fromkeys((1, *late, split.pp - 1, 0)):
             states, other = self._rank(split, kinds, layout.pipeline, rank)
             found.append((states, other))
             if states / layout.dp_shard + other > self.hardware.chip.memory_bytes:
@@ -123,10 +133,15 @@ class Room:
         first, middle, last = kinds.buffers
         buffers = stages.first * first + stages.middle * middle + stages.last * last
         # A sum is there in the reduction's dtype, what waits to be added in that of compute.
-        late = min(gradient, self._widths[1]) if SCHEDULES[pipeline.schedule].splits_backward else gradient
+        splits = SCHEDULES[pipeline.schedule].splits_backward
+        late = min(gradient, self._widths[1]) if splits else gradient
         most = max(
-            kept.of(kinds.kept) + late * begun.of(kinds.whole) + (gradient - late) * summed.of(kinds.whole)
-            for kept, begun, summed in held.moments
+            kept.of(kinds.kept)
+            + halves.of(kinds.half)
+            + late * begun.of(kinds.whole)
+            + (gradient - late) * summed.of(kinds.whole)
+            + acting.middle * kinds.acts[splits]
+            for kept, halves, begun, summed, acting in held.moments
         )
         states = 3.0 * self._widths[0] * stages.of(kinds.whole)
         return states, float(gathered * self._widths[1]) + buffers * split.microbatches + most
@@ -161,11 +176,25 @@ class Room:
             sizes = [forward(stage).growth for stage in stages]
             buffers = [buffer_bytes(workload, stage) for stage in stages]
             block = sizes[1] - forward(one).growth
+            halved = replace(workload, schedule="InterleavedZeroBubble")
+            halves = [backward(stage_of(halved, index, self.device), False, half="inputs").growth for index in (1, 2)]
+            alone = stage_of(replace(halved, stage_layers=(1, 1, 1)), 1, self.device)
+            more = halves[0] - backward(alone, False, half="inputs").growth
+            # Of one block, without the buffers of what comes and goes: with more blocks these may be there later.
+            acts = (_makes(one, None) - 2 * one.stream, _makes(alone, "inputs") - 2 * one.stream)
             wholes = [units_of(workload, index).total.whole for index in range(3)]
             per_block = wholes[1] // 2
+            beside = (sizes[0] - block, sizes[1] - 2 * block, sizes[2] - block)
             found = self._kinds[key] = _Kinds(
-                (block, sizes[0] - block, sizes[1] - 2 * block, sizes[2] - block),
+                (block, *beside),
+                (more, beside[0], beside[1] + halves[0] - 2 * more, beside[2] + halves[1] - more),
                 (per_block, wholes[0] - per_block, 0, wholes[2] - per_block),
+                (max(0, acts[0]), max(0, acts[1])),
                 (buffers[0], buffers[1], buffers[2]),
             )
         return found
+
+
+def _makes(stage: Stage, half: Half | None) -> int:
+    """Of a stage's backward, whatever has gone before it."""
+    return min(backward(stage, first, late, half).highest for first in (False, True) for late in (False, True))

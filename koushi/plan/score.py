@@ -230,9 +230,13 @@ class Costs:
         return self.room.floor(split, layout) * BELOW
 
     def memory_so_far(self, layout: Layout) -> Iterator[float]:
-        """Of the fullest rank among those looked at so far; the last is exact."""
-        workload, most = layout.of(self.base), 0.0
-        for rank in (*range(1, layout.pp), 0):
+        """Of the fullest rank among those looked at so far; the last is exact.
+
+        Most in flight has the second rank, and where backward is split one of the last two.
+        """
+        workload, most, pp = layout.of(self.base), 0.0, layout.pp
+        late = (pp - 2, pp - 1) if pp > 2 and splits_backward(layout.pipeline) else ()
+        for rank in dict.fromkeys((*late, *range(1, pp), 0)):
             most = max(most, memory(workload, rank, self.hardware).device)
             yield most
 

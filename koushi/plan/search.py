@@ -12,7 +12,7 @@ from bisect import bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 from math import inf
 from typing import NamedTuple
 
@@ -176,12 +176,11 @@ class _Search:
             if isinstance(item, _Family):
                 self._spread_family(item, fastest)
             else:
-                floor = max(floor, costs.layout_floor(item.split, item.layout))
-                if floor < fastest:
-                    insort(found, (memory, floor, item.layout))
-        judged = [Scored(one, costs.step_seconds(one), costs.memory(one)) for _, _, one in found[: MISSES + 1]]
-        faster = (one for one in judged if one.seconds < fastest)
-        return tuple(sorted(faster, key=lambda one: (one.memory, one.layout))[:MISSES])
+                layout, floor = item.layout, max(floor, costs.layout_floor(item.split, item.layout))
+                if floor < fastest and (seconds := costs.seconds(item.split, layout)) < fastest:
+                    insort(found, (memory, seconds, layout))
+        judged = (Scored(layout, costs.step_seconds(layout), costs.memory(layout)) for _, _, layout in found)
+        return tuple(sorted(islice(judged, MISSES + 1), key=lambda one: (one.memory, one.layout))[:MISSES])
 
     def _spread_family(self, item: _Family, fastest: float) -> None:
         """Over those of a family that are fast enough, all of them too large."""
@@ -234,13 +233,11 @@ class _Search:
         if self.found.is_beaten(floor, one.memory, layout):
             return
         if not one.exact:
-            memory = one.memory
-            if not self.found.may_lead(floor, layout):
-                # Memory of one rank is quicker than the pipeline, and often enough to know better.
-                memory = max(memory, next(costs.memory_so_far(layout)))
-                if memory > costs.capacity:
-                    self._set_aside(memory, floor, one)
-                    return
+            # Memory of one rank is quicker than the pipeline, and often enough to know better.
+            memory = max(one.memory, next(costs.memory_so_far(layout)))
+            if memory > costs.capacity:
+                self._set_aside(memory, floor, one)
+                return
             if not self.found.is_beaten(floor, memory, layout):
                 self._push(costs.simulated_floor(one.split, layout), one._replace(memory=memory, exact=True))
             return

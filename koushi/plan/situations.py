@@ -41,6 +41,10 @@ class Situation(NamedTuple):
     """Microbatches of all stages that are kept for backward."""
 
 
+ALIKE = 5
+"""Situations whose first so many fields are equal differ in counts only; they come one after the other."""
+
+
 class Habits(NamedTuple):
     """What a rank's stages keep besides."""
 
@@ -124,7 +128,11 @@ def _outstanding(found: Iterable[Situation]) -> list[Situation]:
     """Those whose counts are not all matched by another's at the same action with as many stages done."""
     alike: dict[tuple[object, ...], list[Situation]] = {}
     for one in sorted(found, key=lambda one: -sum(one.counts)):
-        others = alike.setdefault(one[:5], [])
-        if not any(all(map(ge, other.counts, one.counts)) for other in others):
+        others = alike.setdefault(one[:ALIKE], [])
+        counts = one.counts
+        for other in others:
+            if all(map(ge, other.counts, counts)):
+                break
+        else:
             others.append(one)
     return [one for others in alike.values() for one in others]

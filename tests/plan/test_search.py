@@ -198,8 +198,8 @@ def test_no_second_rank_has_less_in_flight_than_its_family() -> None:
         family = FAMILIES[schedule]
         for n_layers in range(pp * per_rank, 3 * pp * per_rank + 2):
             found = share(n_layers, Pipeline(pp, schedule, per_rank), microbatches, 1)
-            kept, adding, _ = found.moments[0]
-            assert adding == Counts()
+            kept, halves, adding, *_ = found.moments[0]
+            assert halves == adding == Counts()
             tried[family] += 1
             if family == "v-shaped":
                 assert kept == share(n_layers, Pipeline(pp, "ZBVZeroBubble", 2), microbatches, 1).moments[0][0]
@@ -226,13 +226,16 @@ def test_what_a_rank_keeps_is_what_its_stages_keep() -> None:
             ends = [(stage == 0, stage == pp * per_rank - 1) for stage in held]
             found = share(n_layers, Pipeline(pp, schedule, per_rank), microbatches, rank).moments
             times = moments(schedule, pp, per_rank, microbatches, rank)
-            for (kept, adding, added_up), (forwards, backwards, freed) in zip(found, times, strict=True):
+            for (kept, halves, adding, added_up, *_), (forwards, backwards, freed) in zip(found, times, strict=True):
                 down = in_turns(forwards, per_rank, each)
                 up, gone = (in_turns(done, per_rank, each)[::-1] for done in (backwards, freed))
                 there = [one - other for one, other in zip(down, up, strict=True)]
                 blocks = sum((one - other) * many for one, other, many in zip(down, gone, layers, strict=True))
                 summed = [one > 0 and other < microbatches for one, other in zip(gone, up, strict=True)]
                 assert kept == Counts(blocks, *by_end(there, ends))
+                half = [one - other for one, other in zip(up, gone, strict=True)]
+                besides = sum(one * many for one, many, (first, _) in zip(half, layers, ends, strict=True) if not first)
+                assert halves == Counts(besides, *by_end(half, ends))
                 assert adding == Counts(
                     sum(many for many, adds in zip(layers, summed, strict=True) if adds), *by_end(summed, ends)
                 )
@@ -241,6 +244,31 @@ def test_what_a_rank_keeps_is_what_its_stages_keep() -> None:
                 assert added_up == adding or freed < backwards
                 tried += 1
     assert tried > 1000
+
+
+def test_no_more_gradients_are_summed_than_a_second_backward_has_begun_after() -> None:
+    tried = 0
+    for schedule, pp, per_rank, microbatches in schedule_cases():
+        if schedule != "InterleavedZeroBubble":
+            continue
+        n_stages, n_layers = pp * per_rank, 2 * pp * per_rank + 1
+        layers = layers_of(n_layers, n_stages)
+        for rank in range(pp):
+            waiting, summed, most = set[int](), set[int](), dict[tuple[int, int], int]()
+            forwards = backwards = 0
+            for kind, stage, _ in actions(schedule, pp, n_stages, microbatches)[rank]:
+                most[forwards, backwards] = sum(layers[one] for one in summed)
+                forwards, backwards = forwards + (kind == "F"), backwards + (kind == "I")
+                if kind == "W":
+                    (waiting if stage else summed).add(stage)
+                elif kind == "I" and stage in waiting:
+                    waiting.discard(stage)
+                    summed.add(stage)
+            share_of = share(n_layers, Pipeline(pp, schedule, per_rank), microbatches, rank)
+            for one, moment in zip(share_of.moments, moments(schedule, pp, per_rank, microbatches, rank), strict=True):
+                assert one[3].layers <= most[moment.forwards, moment.backwards], (pp, per_rank, microbatches, rank)
+                tried += one[3].layers > 0
+    assert tried > 100
 
 
 def by_end(counts: Sequence[int], ends: Sequence[tuple[bool, bool]]) -> tuple[int, int, int]:
