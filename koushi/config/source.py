@@ -288,7 +288,7 @@ def read_text(path: Path, kind: Kind = RUN_FILE) -> str:
             raise _refusal(place, f"has {about.st_size} bytes", f"{kind.called} has at most {MAX_BYTES}")
         data = path.read_bytes()
     except FileNotFoundError:
-        raise _refusal(place, "no such file", _files_nearby(path, kind)) from None
+        raise _refusal(place, "no such file", _files_nearby(path)) from None
     except IsADirectoryError:
         raise _refusal(place, "is a folder", f"name {kind.called}" + _files_inside(path)) from None
     except (OSError, ValueError) as error:
@@ -311,11 +311,11 @@ def _files_inside(folder: Path) -> str:
     return f" in it: {', '.join(names)}" if names else ""
 
 
-def _files_nearby(path: Path, kind: Kind) -> str:
+def _files_nearby(path: Path) -> str:
     inside = _files_inside(path.parent)
     if not inside:
         return "check the path"
-    return f"{kind.called.partition(' ')[2]}s are{inside.replace('in it', 'beside it')}"
+    return f".yaml files{inside.replace('in it', 'beside it')}"
 
 
 def _line_and_column(text: str, offset: int) -> tuple[int, int]:

@@ -140,14 +140,14 @@ def load(name_or_path: str) -> Hardware:
     Raises ConfigError, naming what is known, for anything else.
     """
     known = _names()
-    if name_or_path in known:
-        return _shipped(known[name_or_path])
+    if name_or_path.casefold() in known:
+        return _shipped(known[name_or_path.casefold()])
     path = Path(name_or_path)
     if name_or_path and (path.suffix in (".yaml", ".yml") or _is_there(path)):
         return read_file(path)
     meant = nearest(name_or_path, known) if name_or_path else None
-    guess = f"did you mean {meant}? " if meant else ""
-    legal = f"{guess}The names are {', '.join(names())}; or give the path of a hardware file (.yaml)"
+    guess = f"did you mean {meant}? The" if meant else "the"
+    legal = f"{guess} names are {', '.join(names())}; or give the path of a hardware file (.yaml)"
     raise ConfigError([Problem("command line", "hardware", f"no hardware is called {name_or_path!r}", legal)])
 
 

@@ -85,13 +85,16 @@ def run_file_text(path: Path, model: str, mesh: MeshSpec) -> str:
 def _values(model: str, mesh: MeshSpec) -> Values:
     """Every key that the file shows."""
     training = _debug_values(mesh) if model == DEBUG else _large_values(model, mesh)
+    shards = {"parallelism.data_parallel_shard_degree": mesh.degree("dp_shard")}
+    if model != DEBUG:  # other degrees then leave the cluster as large as it is
+        shards = {"parallelism.data_parallel_shard_degree": -1, "parallelism.world_size": mesh.world_size}
     schedule = DEFAULT if mesh.degree("pp") > 1 else Example("1F1B")
     return {
         "model.name": model,
         "model.hf": Example("models/llama"),
         "parallelism.pipeline_parallel_degree": mesh.degree("pp"),
         "parallelism.data_parallel_replicate_degree": mesh.degree("dp_replicate"),
-        "parallelism.data_parallel_shard_degree": mesh.degree("dp_shard"),
+        **shards,
         "parallelism.tensor_parallel_degree": mesh.degree("tp"),
         "parallelism.pipeline_parallel_schedule": schedule,
         "training.seed": DEFAULT,
@@ -175,6 +178,7 @@ def _header(path: Path, model: str, mesh: MeshSpec) -> Iterator[str]:
     commands = {
         f"koushi check {name}": "what this describes, or every mistake in it at once",
         f"koushi plan {name}": "what it costs, and whether it fits the hardware you name",
+        f"koushi plan {name} --search": "every other layout of as many devices, ranked",
         f"koushi mesh {name}": "the lattice of devices",
         _start(name, mesh): "trains it, one process per device",
         "koushi config --schema": "every key, also those that are not here",
@@ -232,7 +236,7 @@ def _next_steps(path: Path, job: Job) -> str:
         f"{counted(job.mesh.world_size, 'device')} {job.mesh}\n"
         f"parameters, gradients and AdamW's state take {each} of each device; activations come on top\n"
         f"{_outlook(job)}"
-        f"next: koushi check {name}, koushi plan {name}, koushi mesh {name}, {_start(name, job.mesh)}"
+        f"next: koushi check {name}, koushi plan {name} --search, koushi mesh {name}, {_start(name, job.mesh)}"
     )
 
 

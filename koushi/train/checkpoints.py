@@ -22,6 +22,7 @@ from koushi.errors import Stopped
 from koushi.job import Job
 from koushi.optim.adamw import AdamW
 from koushi.parallel.compose import ParallelModel
+from koushi.run_folder import holds_run
 from koushi.train.resume import RunPlace
 from koushi.train.stopping import StopRequest
 
@@ -74,7 +75,7 @@ class Checkpoints:
         dist.broadcast_object_list(there, group=self._group)
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if not there[0]:
-            if attempt:
+            if attempt or (self._leads and holds_run(self.place.folder)):
                 self._say("no checkpoint yet: beginning again at step 1")
             return Start()
         folder, manifest = load_newest(

@@ -150,7 +150,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path, "a: 1")
     with pytest.raises(ConfigError) as raised:
         read(tmp_path / "rum.yaml")
-    assert str(raised.value) == f"{tmp_path}/rum.yaml:1:1: no such file; run files are beside it: run.yaml"
+    assert str(raised.value) == f"{tmp_path}/rum.yaml:1:1: no such file; .yaml files beside it: run.yaml"
 
 
 def test_a_folder_names_the_run_files_in_it(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_folder_and_a_file_that_is_not_there_are_told_about_hardware(tmp_path:
     (tmp_path / "other.yaml").touch()
     with pytest.raises(ConfigError, match=r"is a folder; name a hardware file in it: other\.yaml"):
         load(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no such file; hardware files are beside it: other\.yaml"):
+    with pytest.raises(ConfigError, match=r"no such file; \.yaml files beside it: other\.yaml"):
         load(str(tmp_path / "mine.yaml"))
 
 

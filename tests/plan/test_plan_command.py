@@ -253,7 +253,7 @@ def test_a_search_where_nothing_fits_ends_with_3(small: str, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert "none fits\nthe nearest\n" in out
     assert re.search(r"lacks [\d.]+ GiB", out)
-    assert re.search(r"\d+ would do(, tightly)? \([\d.]+ of 79.1 GiB\): --gpus \d+\n", out)
+    assert re.search(r"\d+ would do(, tightly)? \([\d.]+ of 79.1 GiB\): --search --gpus \d+\n", out)
     assert "not searched: training.compile, precision, layers per stage" in out
     assert err == "small: no layout of 4 devices fits h100-sxm-80gb\n"
 

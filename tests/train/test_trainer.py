@@ -25,6 +25,7 @@ from koushi.errors import ConfigError, DataError, RankFailure, TrainingError
 from koushi.job import Job
 from koushi.parallel import compose
 from koushi.parallel.device_mesh import build_mesh
+from koushi.schedules import SCHEDULES
 from koushi.train import command
 from koushi.train.command import headline, started_world, train
 from koushi.train.metrics import StepMetrics
@@ -117,6 +118,17 @@ def test_validation_does_not_depend_on_the_layout(ran: Callable[..., Ran]) -> No
             assert other_loss == pytest.approx(loss, rel=1e-5), layout
         for row, other_row in zip(alone.steps, other.steps, strict=True):
             assert other_row["loss"] == pytest.approx(row["loss"], rel=1e-5), layout
+
+
+@pytest.mark.parametrize("schedule", [name for name, needs in SCHEDULES.items() if needs.fewest_stages_per_rank > 1])
+def test_validation_under_a_schedule_of_several_stages(schedule: str, ran: Callable[..., Ran]) -> None:
+    tall = ("model.n_layers=4", "validation.every=1", "training.steps=2", "validation.batches=1")
+    alone = ran(*tall)
+    piped = ran(*tall, *PIPELINED, f"parallelism.pipeline_parallel_schedule={schedule}", name="tiny-2")
+    assert [step for step, _ in piped.validations] == [1, 2]
+    for (_, one), (_, other) in zip(alone.validations, piped.validations, strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+    assert [row["loss"] for row in piped.steps] == pytest.approx([row["loss"] for row in alone.steps], rel=1e-5)
 
 
 def test_validation_is_the_mean_over_valid_tokens_of_all_its_batches(ran: Callable[..., Ran], tmp_path: Path) -> None:
