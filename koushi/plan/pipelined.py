@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import compress, groupby
 from operator import itemgetter, mul, sub
 
 from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input, left_over
@@ -324,12 +324,14 @@ class _Rank:
         best: tuple[int, Situation, Span] | None = None
         compute_highest = shards_highest = 0
         any_shards = any(self.shards)
+        held = [bool(total) for total in self.totals]  # most columns are of kinds that others hold
+        sizes = list(compress(self.totals, held))
         for _, several in groupby(found, key=itemgetter(*range(ALIKE))):
             alike = list(several)
             one = alike[0]
             done, shards = self._done_with(one.reduced)
             span = self.held[one.kind].span(one)
-            totals = [sum(map(mul, each.counts, self.totals), done) for each in alike]
+            totals = [sum(map(mul, compress(each.counts, held), sizes), done) for each in alike]
             total = most = max(totals)
             if any_shards:
                 of_shards = [sum(map(mul, each.counts, self.shards), shards) for each in alike]

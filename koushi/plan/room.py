@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import fragmentation_bytes, runtime_bytes
 from koushi.plan.layouts import Layout, Pipeline, Split, mesh_of
-from koushi.plan.lifetimes import Half
 from koushi.plan.moments import Family, fewest_in_flight, fewest_layers, share
 from koushi.plan.operations import Device
 from koushi.plan.pipelined import backward, buffer_bytes, forward
-from koushi.plan.stages import Stage, stage_of
+from koushi.plan.stages import stage_of
 from koushi.plan.units import units_of
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Recompute, Workload
@@ -181,7 +180,11 @@ class Room:
             alone = stage_of(replace(halved, stage_layers=(1, 1, 1)), 1, self.device)
             more = halves[0] - backward(alone, False, half="inputs").growth
             # Of one block, without the buffers of what comes and goes: with more blocks these may be there later.
-            acts = (_makes(one, None) - 2 * one.stream, _makes(alone, "inputs") - 2 * one.stream)
+            # Least is made where gradients go to a sum that is there.
+            acts = [
+                backward(one, False).highest - 2 * one.stream,
+                backward(alone, False, late=True, half="inputs").highest - 2 * one.stream,
+            ]
             wholes = [units_of(workload, index).total.whole for index in range(3)]
             per_block = wholes[1] // 2
             beside = (sizes[0] - block, sizes[1] - 2 * block, sizes[2] - block)
@@ -193,8 +196,3 @@ class Room:
                 (buffers[0], buffers[1], buffers[2]),
             )
         return found
-
-
-def _makes(stage: Stage, half: Half | None) -> int:
-    """Of a stage's backward, whatever has gone before it."""
-    return min(backward(stage, first, late, half).highest for first in (False, True) for late in (False, True))

@@ -45,6 +45,12 @@ def actions(schedule: str, pp: int, n_stages: int, microbatches: int) -> tuple[O
     (``koushi.schedules.microbatches_fit``). Where torch runs a forward and a backward as one
     overlapped action (DualPipeV), the forward comes first.
     """
+    return tuple(order_of_rank(schedule, pp, n_stages, microbatches, rank) for rank in range(pp))
+
+
+@lru_cache(maxsize=1024)
+def order_of_rank(schedule: str, pp: int, n_stages: int, microbatches: int, rank: int) -> Order:
+    """The same for one pipeline coordinate."""
     makers = {
         "GPipe": _gpipe,
         "1F1B": _one_forward_one_backward,
@@ -54,9 +60,7 @@ def actions(schedule: str, pp: int, n_stages: int, microbatches: int) -> tuple[O
         "ZBVZeroBubble": _zbv,
         "DualPipeV": _dual_pipe,
     }
-    return tuple(
-        makers[schedule](pp, stages_of_rank(schedule, pp, n_stages, rank), microbatches, rank) for rank in range(pp)
-    )
+    return makers[schedule](pp, stages_of_rank(schedule, pp, n_stages, rank), microbatches, rank)
 
 
 def _gpipe(pp: int, stages: tuple[int, ...], microbatches: int, rank: int) -> Order:

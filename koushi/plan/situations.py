@@ -11,7 +11,7 @@ from functools import lru_cache
 from operator import ge
 from typing import Literal, NamedTuple
 
-from koushi.plan.schedule import Order, actions
+from koushi.plan.schedule import Order, order_of_rank
 
 Step = Literal["F", "B", "I", "W", "R"]
 """Actions of a schedule; R: a stage's gradients are reduced, after its last backward."""
@@ -64,7 +64,7 @@ def situations_of_rank(
 
     ``kinds``: a number for every stage, the same for stages that are alike.
     """
-    order = actions(schedule, pp, n_stages, microbatches)[coordinate]
+    order = order_of_rank(schedule, pp, n_stages, microbatches, coordinate)
     return tuple(_outstanding(_every(order, microbatches, habits, kinds)))
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from functools import lru_cache
 from itertools import groupby
 
-from koushi.plan.schedule import actions
+from koushi.plan.schedule import order_of_rank
 from koushi.plan.workload import Workload
 from koushi.schedules import rank_of_stage, stages_of_rank
 
@@ -25,7 +25,7 @@ def unshards_of_rank(schedule: str, pp: int, n_stages: int, microbatches: int, c
     held = stages_of_rank(schedule, pp, n_stages, coordinate)
     if len(held) <= MOST_UNSHARDED:
         return Counter(held)
-    order = actions(schedule, pp, n_stages, microbatches)[coordinate]
+    order = order_of_rank(schedule, pp, n_stages, microbatches, coordinate)
     stages = [stage for stage, _ in groupby(action.stage for action in order)]
     coming: list[tuple[int, ...]] = []
     ahead: list[int] = []
