@@ -17,6 +17,8 @@ from koushi.units import bytes_text, counted
 
 ALLOWED = 0.02
 """By how much the peak may be off."""
+SLACK = 2 << 20
+"""Bytes that it may always be off: a block of CUDA's allocator."""
 
 
 def disagreements(job: Job, kind: DeviceKind, traces: Sequence[RankTrace]) -> list[str]:
@@ -39,12 +41,15 @@ def _traffic(job: Job, trace: RankTrace) -> Iterator[str]:
 
 
 def _memory(job: Job, kind: DeviceKind, trace: RankTrace) -> Iterator[str]:
-    """Only the ranks with the largest shards: those are planned for."""
+    """Only the ranks with the largest shards: those are planned for. Not where blocks are compiled: a dry run runs them
+    operation by operation, and holds what compiled ones do not."""
+    if job.config.training.compile:
+        return
     if any(index for name, index in job.mesh.coordinate(trace.rank).items() if name != "pp"):
         return
     pp = job.mesh.coordinate(trace.rank)["pp"]
     expected = memory(of_job(job), pp, load("cpu") if kind == "cpu" else None)
-    if abs(expected.active - trace.peak.bytes) <= ALLOWED * trace.peak.bytes:
+    if abs(expected.active - trace.peak.bytes) <= max(SLACK, ALLOWED * trace.peak.bytes):
         return
     both = [(name, getattr(expected, name.replace(" ", "_")), trace.peak.kinds.get(name, 0)) for name in KINDS]
     parts = ", ".join(

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import schedules
@@ -138,7 +139,7 @@ def patched(kind: DeviceKind) -> Iterator[None]:
         patch.object(FSDPParam, "reset_sharded_param", _pad_again),
         # Ranks vote on whether shapes are known beforehand, by a number that would have to arrive.
         patch.object(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_known),
-        messages_held() if kind == "cpu" else nullcontext(),
+        as_gloo_does() if kind == "cpu" else nullcontext(),
         # Their caches of random state have no meta.
         patch.object(torch.random, "fork_rng", lambda **_: nullcontext()),
         # CPU and CUDA have one kernel for many tensors; the lists are asked by name of the device.
@@ -182,10 +183,12 @@ class _Work:
 
 
 @contextmanager
-def messages_held() -> Iterator[None]:
-    """Let what pipeline stages exchange stay as long as the works do, which is gloo's way; NCCL's let go of it."""
+def as_gloo_does() -> Iterator[None]:
+    """Let what pipeline stages exchange stay as long as the works do, where NCCL's let go of it; and let sums that
+    are then scattered be made in a copy."""
     with (
         patch.object(schedules, "_batch_p2p", batch_p2p),
+        patch.object(DefaultReduceScatter, "__call__", in_a_copy),
         patch.object(frames, "PASSED_OVER", frames.PASSED_OVER | {__file__}),
     ):
         yield
@@ -197,6 +200,16 @@ _by_torchs_works = schedules._batch_p2p
 def batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[_Work]:
     works = _by_torchs_works(p2p_ops, desc)
     return [_Work(works, [one.tensor for one in p2p_ops])] if works else []
+
+
+_scatter = DefaultReduceScatter.__call__
+
+
+def in_a_copy(self: DefaultReduceScatter, *, input_tensor: Tensor, **options: Any) -> Any:
+    held = torch.empty_like(input_tensor)
+    work = _scatter(self, input_tensor=input_tensor, **options)
+    del held
+    return work
 
 
 _by_torch = F.scaled_dot_product_attention

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress, groupby
 from operator import itemgetter, mul, sub
 
+from koushi.plan.communication import tied_ends
 from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input, left_over
 from koushi.plan.operations import Device
 from koushi.plan.sharded import Sharded
@@ -259,7 +260,18 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
     gloo = stages[0].stage.shape.block.device == "cpu"
     habits = Habits(most_sent, gloo or not splits_backward(workload), adds_late(stages[0].stage))
     found = situations_of_rank(*shape, pp, habits, kinds)
-    return rank.fullest(found, sum(one.count * buffer_bytes(workload, one.stage) for one in stages))
+    buffers = sum(one.count * buffer_bytes(workload, one.stage) for one in stages)
+    return rank.exchange(rank.fullest(found, buffers), buffers, _received_at_the_end(workload, pp, stages))
+
+
+def _received_at_the_end(workload: Workload, pp: int, stages: Sequence[Alike]) -> int:
+    """Bytes of the other copy's gradient, where one of a tied embedding's two copies is on this rank."""
+    ends = tied_ends(workload)
+    if ends is None or ends[0] == ends[1] or pp not in ends:
+        return 0
+    table = stage_of(workload, 0, stages[0].stage.shape.block.device).units(workload.mesh.degree("dp_shard")).embedding
+    assert table is not None, "the first of several stages has an embedding of its own"
+    return table.shards[0] * stages[0].stage.master
 
 
 @dataclass(frozen=True)
@@ -354,6 +366,20 @@ class _Rank:
         where = f"stage {situation.stage} {span.moment}, with {flying}"
         streams = (shards_highest, self._gathering())
         return Span(NOTHING, tuple(peak), highest + buffers, where, 0, compute_highest + buffers, streams)
+
+    def exchange(self, before: Span, buffers: int, received: int) -> Span:
+        """``before``, or the end of the step, as the other gradient of a tied embedding has come, if that is fuller."""
+        peak = [
+            sum(self.held[kind].reduced[one] * count for kind, count in self.stages.items())
+            for one in range(len(NOTHING))
+        ]
+        peak[PIPELINE_BUFFERS] += buffers + received
+        highest = sum(peak)
+        if not received or highest <= before.highest:
+            return before
+        compute = max(before.compute_highest, highest - peak[GRADIENTS])
+        where = "as a tied embedding's gradients are added up"
+        return replace(before, peak=tuple(peak), highest=highest, moment=where, compute_highest=compute)
 
     def _done_with(self, reduced: tuple[int, ...]) -> tuple[int, int]:
         """Bytes of gradients that are reduced and of gathered parameters; of gradients' shards among them."""

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import click
 import torch
 
 from koushi.check.check import check
@@ -46,7 +47,7 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
     step = finished(job, place)
     if step is not None:
         if leads:
-            print(
+            click.echo(
                 f"{folder} is finished, with a checkpoint of step {step} of {job.config.training.steps}; "
                 "a higher training.steps goes on from there, --resume never begins anew"
             )
@@ -60,10 +61,10 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
             prepare(job, place)
             if store is not None:
                 store.set(BEGUN, str(folder))
-            print(headline(job), flush=True)
+            click.echo(headline(job))
         launch(partial(train_rank, place=place), job, max_restarts)
     if leads:
-        print(f"done; wrote {folder / 'metrics.jsonl'} and {folder / 'config.yaml'}")
+        click.echo(f"done; wrote {folder / 'metrics.jsonl'} and {folder / 'config.yaml'}")
 
 
 def prepare(job: Job, place: RunPlace) -> None:

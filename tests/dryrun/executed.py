@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from koushi.data.batches import open_samples, train_batch
 from koushi.dryrun.forks import in_forks
 from koushi.dryrun.trace import RankTrace, trace, traced_step
-from koushi.dryrun.world import BACKEND, messages_held, shapes_are_known
+from koushi.dryrun.world import BACKEND, as_gloo_does, shapes_are_known
 from koushi.job import Job
 from koushi.parallel.device_mesh import build_mesh, destroy_mesh, init_process_group, local_device, resolve_device
 from koushi.parallel.ledger import Event
@@ -55,7 +55,7 @@ def _compute(item: tuple[Job, int]) -> RankTrace:
     dist.init_process_group(BACKEND, rank=rank, world_size=job.mesh.world_size, store=FakeStore())
     with (
         patch.object(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_known),  # ranks vote by a number
-        messages_held(),
+        as_gloo_does(),
     ):
         return traced_step(job, build_mesh(job.mesh, "cpu"), device, *_batch(job, rank))
 
