@@ -250,6 +250,8 @@ class _Search:
                 return
             if looked_at == 0:  # not before: one rank's memory is quicker than the exact time, and often enough
                 seconds = costs.seconds(one.split, layout)
+                if self.found.is_beaten(seconds, max(one.memory, memory), layout):
+                    return
         if not self.found.is_beaten(seconds, memory, layout):
             self.found.add(Scored(layout, seconds, memory))
 
