@@ -22,20 +22,34 @@ def audit(job: Job, classes: Sequence[RankClass], records: Mapping[int, Record])
     """Every finding, alike ones together; ``records`` has the representative of every class."""
     everyone = {rank: records[one.representative] for one in classes for rank in one.ranks}
     found: list[Finding] = []
+    by_one = _counted_by_one(job, everyone)
     for one in classes:
-        found += _of_rank(job, one, records[one.representative])
+        found += _of_rank(job, one, records[one.representative], by_one)
     found += _unused(job, everyone)
     found += _copies_counted(job, everyone)
     found += hangs(job.mesh, everyone)
     return list(_together(found))
 
 
-def _of_rank(job: Job, one: RankClass, record: Record) -> Iterator[Finding]:
+def _counted_by_one(job: Job, everyone: Mapping[int, Record]) -> set[tuple[int, int]]:
+    """Sums in which one rank of the group alone adds what all hold alike, and the others nothing: record and event."""
+    found = set()
+    for group in members(job.mesh, everyone):
+        for place in group.places:
+            adding = [(id(record), number) for record, number in place if record.facts[number].complete]
+            if len(adding) == 1 and len(place) == len(group.ranks):
+                found.update(adding)
+    return found
+
+
+def _of_rank(job: Job, one: RankClass, record: Record, by_one: set[tuple[int, int]]) -> Iterator[Finding]:
     described = llama.parameters(job.size, job.mesh.degree("tp"))
     copied = frozenset(name for name, parameter in described.items() if parameter.copied_over_tp)
-    for event, facts in zip(record.ledger.events, record.facts, strict=True):
+    for number, (event, facts) in enumerate(zip(record.ledger.events, record.facts, strict=True)):
         if event.once:
             continue
+        if (id(record), number) in by_one:
+            facts = replace(facts, complete=False)
         for rule, (what, do) in broken(Case(event, facts, record, copied)):
             if not exempt(rule, event, facts, job):
                 yield Finding(rule, event, one.ranks, what, do)

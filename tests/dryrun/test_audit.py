@@ -41,6 +41,7 @@ SOUND = (
     (*SHARD2, *TP2),
     (*REPLICATE2, *SHARD2),
     (*PP2, *SHARD2, *TP2),
+    (*PP2, *TP2, "model.tie_embeddings=true", "parallelism.pipeline_parallel_layers_per_stage=[2, 0]"),
     NO_SHARD_FOR_THE_LAST,
     (*PP2, *NO_SHARD_FOR_THE_LAST, "model.n_layers=6", *MANY_STAGES),
 )
