@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,9 @@ def run_dry(job: Job, *, every_event: bool = False) -> DryRun:
     torch.set_num_threads(1)
     kind = device_kind(job)
     classes = rank_classes(job)
+    if sys.stderr.isatty():
+        many = counted(len(classes), "rank")
+        click.echo(f"running {many}, all that differ, twice: for what they hold, and for the audit", err=True)
     ranks = [one.representative for one in classes]
     found = whole(job, kind, ranks) if every_event else traces(job, kind, classes)
     audited = for_audit(job)

@@ -53,16 +53,28 @@ class Counts(NamedTuple):
         return self.layers * layer + self.first * first + self.middle * middle + self.last * last
 
 
+class AtMoment(NamedTuple):
+    """What a rank holds as a backward begins."""
+
+    kept: Counts
+    """Of microbatches, for backward."""
+    halves: Counts
+    """Of those whose backward is half done; the first stage's layers left out."""
+    begun: Counts
+    """Whose gradients there are."""
+    summed: Counts
+    """Of which of them a sum, for which another backward has to begin after one that is done."""
+    acting: Counts
+    """Stages in the middle that begin a backward."""
+
+
 class Share(NamedTuple):
     """What a rank of a pipeline holds."""
 
     stages: Counts
     largest: tuple[Counts, ...]
     """Among these are those of its stages that are kept gathered at once."""
-    moments: tuple[tuple[Counts, Counts, Counts, Counts, Counts], ...]
-    """What it keeps of microbatches for backward; of those whose backward is half done, the first stage's layers left
-    out; of whose parameters it has gradients; of which of them a sum of gradients, for which another backward has to
-    begin after one that is done; of stages in the middle that begin a backward."""
+    moments: tuple[AtMoment, ...]
 
 
 def per_round(schedule: str, pp: int, per_rank: int, microbatches: int) -> int:
@@ -144,13 +156,13 @@ def share(n_layers: int, pipeline: Pipeline, microbatches: int, rank: int) -> Sh
     every = stages.among(stages.down[-1], per_rank)
     if v_shaped:
         found = [
-            (_on_a_v(stages, down, up), Counts(), *(every if adding else Counts(),) * 2, Counts())
+            AtMoment(_on_a_v(stages, down, up), Counts(), *(every if adding else Counts(),) * 2, Counts())
             for down, up, adding in v_moments(pp, microbatches, rank)
         ]
     else:
         each = per_round(schedule, pp, per_rank, microbatches)
         found = [
-            (
+            AtMoment(
                 _kept(stages, moment, each),
                 _halves(stages, moment, each),
                 _adding(stages, moment, each, microbatches),
