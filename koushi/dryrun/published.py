@@ -152,6 +152,7 @@ def _own_ways(workload: Workload) -> System:
         workload.system,
         attention_kernel="flash2",
         distributed_loss=False,
+        expandable_segments=True,
         fused=False,
         gathers_float8=False,
         keeps_every_output=False,

@@ -9,6 +9,7 @@ import pytest
 
 from koushi.check.check import check
 from koushi.config.load import load
+from koushi.dryrun import agreement
 from koushi.dryrun.agreement import disagreements
 from koushi.dryrun.forks import in_forks
 from koushi.dryrun.trace import RankTrace, trace
@@ -27,6 +28,47 @@ SHAPES = {
     "words": ("training.seq_len=64", "model.vocab_size=8192"),
 }
 """By what there is most of."""
+SCHEDULE = "parallelism.pipeline_parallel_schedule="
+
+
+PARTED = {
+    "a tied table": ("--dp-shard", "2", "model.tie_embeddings=true", *SHAPES["words"]),
+    "gloo's sums": ("--dp-shard", "2", "training.recompute=full", *SHAPES["words"]),
+    "tied ends": ("--pp", "2", f"{SCHEDULE}Interleaved1F1B", "model.tie_embeddings=true", *SHAPES["words"]),
+    "made again in two halves": (
+        "--pp",
+        "2",
+        f"{SCHEDULE}ZBVZeroBubble",
+        "training.recompute=full",
+        *SHAPES["activations"],
+    ),
+    "kept for two halves": (
+        "--pp",
+        "2",
+        f"{SCHEDULE}ZBVZeroBubble",
+        "training.recompute=selective",
+        *SHAPES["activations"],
+    ),
+    "sums that come late": (
+        *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}InterleavedZeroBubble", "precision.compute=bfloat16"),
+        *SHAPES["parameters"],
+    ),
+}
+"""Where they parted once."""
+
+
+@pytest.fixture(autouse=True)
+def to_the_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These jobs are small."""
+    monkeypatch.setattr(agreement, "SLACK", 0)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_where_they_parted_once(kind: DeviceKind, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(BASE, encoding="utf-8")
+    jobs = {name: check(load(path, (*overrides, f"run.device={kind}"))) for name, overrides in PARTED.items()}
+    assert apart(jobs, kind) == []
 
 
 def job(folder: Path, schedule: str, shape: str, kind: DeviceKind, *overrides: str) -> Job:
@@ -38,7 +80,9 @@ def job(folder: Path, schedule: str, shape: str, kind: DeviceKind, *overrides: s
 
 def apart(jobs: dict[str, Job], kind: DeviceKind) -> list[str]:
     """Where the two part, by the names of the jobs."""
-    ranks = [(name, one, rank) for name, one in jobs.items() for rank in (0, 1)]
+    ranks = [
+        (name, one, one.mesh.rank({"pp": pp})) for name, one in jobs.items() for pp in range(one.mesh.degree("pp"))
+    ]
     traces = in_forks(_traced, [(one, rank, kind) for _, one, rank in ranks])
     return [
         f"{name}: {text}"
@@ -54,7 +98,7 @@ def _traced(item: tuple[Job, int, DeviceKind]) -> RankTrace:
 @pytest.mark.parametrize(
     ("schedule", "shape", "kind"), [("Interleaved1F1B", "activations", "cpu"), ("ZBVZeroBubble", "parameters", "cuda")]
 )
-def test_where_they_parted_once(schedule: str, shape: str, kind: DeviceKind, tmp_path: Path) -> None:
+def test_under_one_schedule(schedule: str, shape: str, kind: DeviceKind, tmp_path: Path) -> None:
     assert apart({shape: job(tmp_path, schedule, shape, kind)}, kind) == []
 
 
