@@ -278,9 +278,9 @@ class Flow(Observer):
     def _result(self, does: Effect, reads: Sequence[Tensor], values: Sequence[Value], rest: Any) -> Value:
         number = self._computed(tuple(value.number for value in values))
         content = hash((does.name, tuple(value.content for value in values), rest))
-        if does.kind is Kind.ZERO:
-            return Value(number, content, self._all, zero=True)
         every = reduce(and_, (value.every for value in values), self._all)
+        if does.kind is Kind.ZERO:
+            return Value(number, content, every, zero=True)
         if not values:
             return Value(number, content, every, zero=does.fills and 0.0 in flat(rest))
         if does.kind is Kind.MOVE:

@@ -43,6 +43,7 @@ SOUND = (
     (*PP2, *SHARD2, *TP2),
     (*PP2, *TP2, "model.tie_embeddings=true", "parallelism.pipeline_parallel_layers_per_stage=[2, 0]"),
     NO_SHARD_FOR_THE_LAST,
+    (*TP2, *NO_SHARD_FOR_THE_LAST[:2], "model.vocab_size=84", "data.source=synthetic"),
     (*PP2, *NO_SHARD_FOR_THE_LAST, "model.n_layers=6", *MANY_STAGES),
 )
 
