@@ -13,7 +13,7 @@ from dataclasses import replace
 from koushi.dryrun.findings import Finding, Record, exempt
 from koushi.dryrun.ranks import RankClass
 from koushi.dryrun.rules import Case, broken
-from koushi.dryrun.sequences import hangs, members
+from koushi.dryrun.sequences import Members, hangs, members
 from koushi.job import Job
 from koushi.models.llama import layout as llama
 
@@ -22,22 +22,23 @@ def audit(job: Job, classes: Sequence[RankClass], records: Mapping[int, Record])
     """Every finding, alike ones together; ``records`` has the representative of every class."""
     everyone = {rank: records[one.representative] for one in classes for rank in one.ranks}
     found: list[Finding] = []
-    by_one = _counted_by_one(job, everyone)
+    groups = members(job.mesh, everyone)
+    by_one = _counted_by_one(groups)
     for one in classes:
         found += _of_rank(job, one, records[one.representative], by_one)
-    found += _unused(job, everyone)
-    found += _copies_counted(job, everyone)
-    found += hangs(job.mesh, everyone)
+    found += _unused(job, groups)
+    found += _copies_counted(groups)
+    found += hangs(job.mesh, everyone, groups)
     return list(_together(found))
 
 
-def _counted_by_one(job: Job, everyone: Mapping[int, Record]) -> set[tuple[int, int]]:
+def _counted_by_one(groups: Sequence[Members]) -> set[tuple[int, int]]:
     """Sums in which one rank of the group alone adds what all hold alike, and the others nothing: record and event."""
     found = set()
-    for group in members(job.mesh, everyone):
+    for group in groups:
         for place in group.places:
             adding = [(id(record), number) for record, number in place if record.facts[number].complete]
-            if len(adding) == 1 and len(place) == len(group.ranks):
+            if len(adding) == 1:
                 found.update(adding)
     return found
 
@@ -55,9 +56,9 @@ def _of_rank(job: Job, one: RankClass, record: Record, by_one: set[tuple[int, in
                 yield Finding(rule, event, one.ranks, what, do)
 
 
-def _unused(job: Job, everyone: Mapping[int, Record]) -> Iterator[Finding]:
+def _unused(job: Job, groups: Sequence[Members]) -> Iterator[Finding]:
     """Results that no rank of the group uses."""
-    for group in members(job.mesh, everyone):
+    for group in groups:
         for place in group.places:
             facts = [record.facts[number] for record, number in place]
             event = place[0][0].ledger.events[place[0][1]]
@@ -66,9 +67,9 @@ def _unused(job: Job, everyone: Mapping[int, Record]) -> Iterator[Finding]:
                 yield Finding("unused", event, group.ranks, what, "Leave it out, or use what it gives.")
 
 
-def _copies_counted(job: Job, everyone: Mapping[int, Record]) -> Iterator[Finding]:
+def _copies_counted(groups: Sequence[Members]) -> Iterator[Finding]:
     """Sums to which several ranks add the same term; of copies one rank may count its own."""
-    for group in members(job.mesh, everyone):
+    for group in groups:
         for place in group.places:
             facts = [record.facts[number] for record, number in place]
             count = sum(each.counts_copies for each in facts)

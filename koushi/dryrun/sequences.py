@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 from koushi.dryrun.findings import Finding, Record, described
@@ -24,7 +25,7 @@ class Members:
     ranks: tuple[int, ...]
     records: tuple[Record, ...]
 
-    @property
+    @cached_property
     def sequences(self) -> list[list[Event]]:
         return [
             [event for event in record.ledger.events if event.collective.submesh == self.submesh and _joins(event)]
@@ -61,9 +62,9 @@ def members(mesh: MeshSpec, everyone: Mapping[int, Record]) -> list[Members]:
     return list(found.values())
 
 
-def hangs(mesh: MeshSpec, everyone: Mapping[int, Record]) -> list[Finding]:
+def hangs(mesh: MeshSpec, everyone: Mapping[int, Record], groups: Sequence[Members]) -> list[Finding]:
     """Where ranks of a group would wait for each other for ever, or take each other's data for their own."""
-    found = [finding for group in members(mesh, everyone) for finding in (*_apart(group), *_unmatched(mesh, group))]
+    found = [finding for group in groups for finding in (*_apart(group), *_unmatched(mesh, group))]
     if not found and mesh.world_size <= SIMULATED:
         found += _stuck(mesh, everyone)
     return found

@@ -99,7 +99,7 @@ class _Giving(TorchDispatchMode):
     ) -> Any:
         if func not in KEPT:
             return func(*args, **(kwargs or {}))
-        assert self._outputs, f"{func}: backward goes through a block for the second time, or by another way"
+        assert self._outputs, f"{func}: the second run takes another way than forward"
         made_by, out = self._outputs.popleft()
         assert made_by is func, f"{func} is called where forward called {made_by}"
         return func(*args, **(kwargs or {})) if out is None else out
@@ -139,11 +139,10 @@ def apply(block: nn.Module, mode: Literal["none", "selective", "full"]) -> nn.Mo
     if mode == "none":
         return block
     plain: Callable[..., Any] = block.forward
-    options: dict[str, Any] = {"context_fn": _compiled} if mode == "selective" else {}
 
     def forward(*args: Any) -> Any:
-        if torch.compiler.is_compiling():  # knows torch's own by name
-            return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        if mode == "selective" and torch.compiler.is_compiling():  # knows torch's own by name
+            return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_compiled)
         return recomputed(plain, *args, contexts=contexts(mode))
 
     block.forward = forward

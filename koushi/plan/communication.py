@@ -302,13 +302,10 @@ def end_of_step(workload: Workload, pp: int, shard: int = 0) -> Traffic:
     if workload.mesh.degree("tp") > 1 and any(any(unit.holds_copies for unit, _ in units.all) for units in stages):
         copied = sum(units.total.copied for units in stages) * size
         total[Collective("tp", "all_reduce", "optimizer", workload.parameters, copied)] += 1
-    ends = tied_ends(workload)
-    if ends is not None and ends[0] != ends[1] and pp in ends:
-        table = units_of(workload, 0, shard).embedding
-        assert table is not None, "the first of several stages has an embedding of its own"
+    if exchanges_table(workload, pp):
+        exchanged = table_shard(workload, shard) * size
         for operation in ("send", "recv"):
-            tied = Collective("pp", operation, "optimizer", workload.parameters, table.shards[0] * size)
-            total[tied] += 1
+            total[Collective("pp", operation, "optimizer", workload.parameters, exchanged)] += 1
     for name in _dims(workload):
         # The loss is the same over tp already, the squared norm over dp_replicate.
         scalars = 1 if name in ("dp_replicate", "tp") else 2
@@ -322,3 +319,16 @@ def tied_ends(workload: Workload) -> tuple[int, int] | None:
     if n_stages == 1 or not workload.model.tie_embeddings:
         return None
     return 0, rank_of_stage(workload.schedule, pp, n_stages, n_stages - 1)
+
+
+def exchanges_table(workload: Workload, pp: int) -> bool:
+    """Whether the rank at ``pp`` has one of a tied embedding's two copies, and another rank the other."""
+    ends = tied_ends(workload)
+    return ends is not None and ends[0] != ends[1] and pp in ends
+
+
+def table_shard(workload: Workload, shard: int = 0) -> int:
+    """Elements of the first stage's embedding at index ``shard`` of dp_shard."""
+    table = units_of(workload, 0, shard).embedding
+    assert table is not None, "the first of several stages has an embedding of its own"
+    return table.shards[0]

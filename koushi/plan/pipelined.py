@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import compress, groupby
 from operator import itemgetter, mul, sub
 
-from koushi.plan.communication import tied_ends
+from koushi.plan.communication import exchanges_table, table_shard
 from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input, left_over
 from koushi.plan.operations import Device
 from koushi.plan.sharded import Sharded
@@ -83,8 +83,7 @@ def backward(stage: Stage, first: bool, late: bool = False, half: Half | None = 
     """
     shape = stage.shape
     # With another dtype for the reduction, a block's gradients stay as they are made until the block is done.
-    casts = adds_late(stage) if half == "weights" else stage.fsdp and stage.compute != stage.reduce
-    stay = not late and (first or casts)
+    stay = not late and (first or casts(stage))
     tail = "" if half is None else ", for the inputs" if half == "inputs" else ", for the weights"
     if half == "inputs" and shape.first:
         return Span()
@@ -137,13 +136,18 @@ def backward(stage: Stage, first: bool, late: bool = False, half: Half | None = 
 def adds_late(stage: Stage) -> bool:
     """Whether the second half of a backward leaves its gradients in the compute dtype, until the stage's next
     backward has ``fully_shard`` add them to their sum."""
-    return stage.fsdp and stage.shape.splits and stage.compute != stage.reduce
+    return stage.shape.splits and casts(stage)
+
+
+def casts(stage: Stage) -> bool:
+    """Whether gradients are added up and reduced in another dtype than they are made in."""
+    return stage.fsdp and stage.compute != stage.reduce
 
 
 def _accumulate(stage: Stage, account: Account, unit: Unit, first: bool) -> None:
     """A unit's gradients into the dtype of the reduction, tensor by tensor, or to those that are there."""
     compute, reduce = stage.compute, stage.reduce
-    if not stage.fsdp or compute == reduce:
+    if not casts(stage):
         return
     if not first:
         account.drop(UNSHARDED_GRADIENTS, unit.whole * compute)
@@ -261,17 +265,10 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
     habits = Habits(most_sent, gloo or not splits_backward(workload), adds_late(stages[0].stage))
     found = situations_of_rank(*shape, pp, habits, kinds)
     buffers = sum(one.count * buffer_bytes(workload, one.stage) for one in stages)
-    return rank.exchange(rank.fullest(found, buffers), buffers, _received_at_the_end(workload, pp, stages))
-
-
-def _received_at_the_end(workload: Workload, pp: int, stages: Sequence[Alike]) -> int:
-    """Bytes of the other copy's gradient, where one of a tied embedding's two copies is on this rank."""
-    ends = tied_ends(workload)
-    if ends is None or ends[0] == ends[1] or pp not in ends:
-        return 0
-    table = stage_of(workload, 0, stages[0].stage.shape.block.device).units(workload.mesh.degree("dp_shard")).embedding
-    assert table is not None, "the first of several stages has an embedding of its own"
-    return table.shards[0] * stages[0].stage.master
+    fullest = rank.fullest(found, buffers)
+    if not exchanges_table(workload, pp):
+        return fullest
+    return rank.exchange(fullest, buffers + table_shard(workload) * stages[0].stage.master)
 
 
 @dataclass(frozen=True)
@@ -367,15 +364,15 @@ class _Rank:
         streams = (shards_highest, self._gathering())
         return Span(NOTHING, tuple(peak), highest + buffers, where, 0, compute_highest + buffers, streams)
 
-    def exchange(self, before: Span, buffers: int, received: int) -> Span:
-        """``before``, or the end of the step, as the other gradient of a tied embedding has come, if that is fuller."""
+    def exchange(self, before: Span, buffers: int) -> Span:
+        """``before``, or the end of the step if that is fuller; ``buffers``: with the tied table's other gradient."""
         peak = [
             sum(self.held[kind].reduced[one] * count for kind, count in self.stages.items())
             for one in range(len(NOTHING))
         ]
-        peak[PIPELINE_BUFFERS] += buffers + received
+        peak[PIPELINE_BUFFERS] += buffers
         highest = sum(peak)
-        if not received or highest <= before.highest:
+        if highest <= before.highest:
             return before
         compute = max(before.compute_highest, highest - peak[GRADIENTS])
         where = "as a tied embedding's gradients are added up"
