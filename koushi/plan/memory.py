@@ -15,8 +15,8 @@ from functools import lru_cache
 from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import reserved_bytes, runtime_bytes
 from koushi.plan.ends import TOKEN
+from koushi.plan.fullest import Alike, alike_stages, pipelined_span
 from koushi.plan.operations import Device
-from koushi.plan.pipelined import Alike, alike_stages, pipelined_span
 from koushi.plan.sharded import step_span
 from koushi.plan.spans import ACTIVATIONS, GRADIENTS, KINDS, NOTHING, OPTIMIZER, PARAMETERS
 from koushi.plan.stages import Stage

@@ -1,4 +1,4 @@
-"""A pipeline stage's actions as spans of bytes, and the fullest moment of a rank that holds several. No torch.
+"""A pipeline stage's actions as spans of bytes. No torch.
 
 torch's stages keep a microbatch from its forward to its backward, receive into buffers made for every
 microbatch, and, with ``fully_shard``, leave parameters gathered and gradients whole, in the dtype of the
@@ -7,35 +7,21 @@ reduction, until the stage's last backward is done (torch/distributed/pipelining
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import compress, groupby
-from operator import itemgetter, mul, sub
 
-from koushi.plan.communication import exchanges_table, table_shard
 from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input, left_over
-from koushi.plan.operations import Device
 from koushi.plan.sharded import Sharded
-from koushi.plan.situations import ALIKE, COUNTED, Habits, Situation, situations_of_rank
 from koushi.plan.spans import (
     ACTIVATIONS,
-    GRADIENTS,
     LOGITS,
-    NOTHING,
     PIPELINE_BUFFERS,
     UNSHARDED_GRADIENTS,
-    UNSHARDED_PARAMETERS,
     Account,
-    Bytes,
     Span,
 )
-from koushi.plan.stages import Stage, splits_backward, stage_of, turn
-from koushi.plan.units import Unit, held_elsewhere
-from koushi.plan.unshard import MOST_UNSHARDED
+from koushi.plan.stages import Stage
+from koushi.plan.units import Unit
 from koushi.plan.workload import Workload
-from koushi.schedules import stages_of_rank
 
 
 def input_in_flight(stage: Stage) -> bool:
@@ -181,227 +167,8 @@ def reduction(stage: Stage, shards: int, replicas: int, first: bool, late: bool)
     return account.close()
 
 
-def sum_of(kind: int, count: int) -> Bytes:
-    return tuple(count if one == kind else 0 for one in range(len(NOTHING)))
-
-
-def whole_gradients(stage: Stage) -> Bytes:
-    """While they are added up over microbatches."""
-    if stage.fsdp:
-        return sum_of(UNSHARDED_GRADIENTS, stage.whole * stage.reduce)
-    return sum_of(GRADIENTS, stage.whole * stage.master) if stage.shape.holder == "parameters" else NOTHING
-
-
-class Held:
-    """What each of a rank's stages of one kind adds to what is held, in each of its ways."""
-
-    def __init__(self, stage: Stage, shards: int, replicas: int, sent: int):
-        self.stage, self.shards, self.replicas = stage, shards, replicas
-        kept = forward(stage).after
-        half = backward(stage, False, half="inputs").after if stage.shape.splits else NOTHING
-        padded = stage.units(shards).total.padded
-        whole = whole_gradients(stage)
-        self.unsharded = padded * stage.compute if stage.fsdp else 0
-        self.counted: tuple[Bytes, ...] = (
-            kept,
-            tuple(map(sum, zip(kept, half, strict=True))),
-            sum_of(ACTIVATIONS, sent),
-            whole,
-            sum_of(UNSHARDED_GRADIENTS, stage.whole * stage.compute),
-        )
-        """By what is counted in a situation."""
-        self.reduced = sum_of(GRADIENTS, padded // shards * stage.master) if stage.fsdp else whole
-
-    def span(self, situation: Situation) -> Span:
-        """Of the action that ``situation`` begins."""
-        if situation.step == "F":
-            return forward(self.stage)
-        if situation.step == "R":
-            return reduction(self.stage, self.shards, self.replicas, situation.first, situation.late)
-        return backward(self.stage, situation.first, situation.late, _HALVES[situation.step])
-
-
-_HALVES: dict[str, Half | None] = {"B": None, "I": "inputs", "W": "weights"}
-
-
 def buffer_bytes(workload: Workload, stage: Stage) -> int:
     """Of the buffers that a stage receives into."""
     ends = (not stage.shape.first) + (not stage.shape.last)
     every = workload.microbatches if workload.system.buffers_every_microbatch else 1
     return every * ends * stage.stream
-
-
-def sent_bytes(workload: Workload, index: int, stage: Stage) -> tuple[int, int]:
-    """Bytes that stay of what has been sent on: of every microbatch that is done, and of the last one alone.
-
-    gloo holds what it sends as long as somebody holds the send: GPipe and torch's runtime of several stages do
-    until the end of the step, 1F1B one of each direction. NCCL lets go, but a list of sends stays, and the first
-    half of a split backward, unlike a whole one, leaves its gradient on the input.
-    """
-    before, after = (held_elsewhere(workload, index, index + step) for step in (-1, 1))
-    gloo = stage.shape.block.device == "cpu"
-    if workload.schedule == "1F1B":
-        return 0, stage.stream * (before + (after and gloo))
-    if gloo:
-        return stage.stream * (before + after), 0
-    if workload.schedule == "GPipe":
-        return 0, stage.stream * before
-    return stage.stream * before if stage.shape.splits else 0, 0
-
-
-def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span:
-    """From the start of a step to its end, on the rank at pipeline coordinate ``pp`` with its ``stages``."""
-    mesh = workload.mesh
-    sent = [sent_bytes(workload, one.index, one.stage) for one in stages]
-    most_sent = workload.microbatches if any(every for every, _ in sent) else 1
-    kinds = _kinds(workload.stage_layers, turn(workload))
-    shards, replicas = mesh.degree("dp_shard"), mesh.degree("dp_replicate")
-    held = {
-        one.kind: Held(one.stage, shards, replicas, max(several)) for one, several in zip(stages, sent, strict=True)
-    }
-    rank = _Rank(held, {one.kind: one.count for one in stages}, max(kinds) + 1)
-    shape = (workload.schedule, mesh.degree("pp"), len(workload.stage_layers), workload.microbatches)
-    gloo = stages[0].stage.shape.block.device == "cpu"
-    habits = Habits(most_sent, gloo or not splits_backward(workload), adds_late(stages[0].stage))
-    found = situations_of_rank(*shape, pp, habits, kinds)
-    buffers = sum(one.count * buffer_bytes(workload, one.stage) for one in stages)
-    fullest = rank.fullest(found, buffers)
-    if not exchanges_table(workload, pp):
-        return fullest
-    return rank.exchange(fullest, buffers + table_shard(workload) * stages[0].stage.master)
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Those of a rank's stages that are alike."""
-
-    kind: int
-    index: int
-    """Of the first of them."""
-    stage: Stage
-    count: int
-
-
-def alike_stages(workload: Workload, pp: int, device: Device) -> tuple[Alike, ...]:
-    """The stages of the rank at pipeline coordinate ``pp``, by kind."""
-    return tuple(
-        Alike(kind, index, stage_of(workload, index, device), count)
-        for kind, index, count in _held_kinds(
-            workload.schedule, workload.mesh.degree("pp"), _kinds(workload.stage_layers, turn(workload)), pp
-        )
-    )
-
-
-@lru_cache(maxsize=65536)
-def _held_kinds(schedule: str, degree: int, kinds: tuple[int, ...], pp: int) -> tuple[tuple[int, int, int], ...]:
-    """Kind, first index and count of the stages at pipeline coordinate ``pp``."""
-    held = stages_of_rank(schedule, degree, len(kinds), pp) if degree > 1 else tuple(range(len(kinds)))
-    counts = Counter(kinds[index] for index in held)
-    first = {kinds[index]: index for index in reversed(held)}
-    return tuple((kind, first[kind], count) for kind, count in counts.items())
-
-
-@lru_cache(maxsize=4096)
-def _kinds(stage_layers: tuple[int, ...], turn: int | None) -> tuple[int, ...]:
-    """A number for every stage, the same for stages that are alike; none is like that where a V turns."""
-    last = len(stage_layers) - 1
-    numbers: dict[tuple[int, bool, bool, bool], int] = {}
-    return tuple(
-        numbers.setdefault((layers, index == 0, index == last, index == turn), len(numbers))
-        for index, layers in enumerate(stage_layers)
-    )
-
-
-class _Rank:
-    """A rank's stages by kind, and sums over what they hold."""
-
-    def __init__(self, held: dict[int, Held], stages: dict[int, int], kinds: int):
-        self.held, self.stages, self.kinds = held, stages, kinds
-        self._done_by: dict[tuple[int, ...], tuple[int, int]] = {}
-        nothing = Held.__new__(Held)
-        nothing.counted, nothing.reduced, nothing.unsharded = (NOTHING,) * len(COUNTED), NOTHING, 0
-        by_kind = [held.get(kind, nothing) for kind in range(kinds)]
-        self.vectors = [one.counted[what] for what in COUNTED for one in by_kind]
-        self.reduced = [one.reduced for one in by_kind]
-        self.totals = [sum(vector) for vector in self.vectors]
-        self.shards = [vector[GRADIENTS] for vector in self.vectors]
-        self.reduced_totals = [sum(vector) for vector in self.reduced]
-        self.reduced_shards = [vector[GRADIENTS] for vector in self.reduced]
-
-    def fullest(self, found: Iterable[Situation], buffers: int) -> Span:
-        """A span with the peak of the fullest of the situations, and the peaks of the streams over all of them."""
-        best: tuple[int, Situation, Span] | None = None
-        compute_highest = shards_highest = 0
-        any_shards = any(self.shards)
-        held = [bool(total) for total in self.totals]  # most columns are of kinds that others hold
-        sizes = list(compress(self.totals, held))
-        for _, several in groupby(found, key=itemgetter(*range(ALIKE))):
-            alike = list(several)
-            one = alike[0]
-            done, shards = self._done_with(one.reduced)
-            span = self.held[one.kind].span(one)
-            totals = [sum(map(mul, compress(each.counts, held), sizes), done) for each in alike]
-            total = most = max(totals)
-            if any_shards:
-                of_shards = [sum(map(mul, each.counts, self.shards), shards) for each in alike]
-                most, shards = max(map(sub, totals, of_shards)), max(of_shards)
-            else:
-                most -= shards
-            compute_highest = max(compute_highest, most + span.compute_highest)
-            shards_highest = max(shards_highest, shards + span.stream_highest[0])
-            if best is None or total + span.highest > best[0]:
-                best = total + span.highest, alike[totals.index(total)], span
-        assert best is not None, "a schedule has actions"
-        highest, situation, span = best
-        peak = list(span.peak)
-        peak[PIPELINE_BUFFERS] += buffers
-        peak[UNSHARDED_PARAMETERS] += self._unsharded(situation.reduced)
-        for vector, count in zip((*self.vectors, *self.reduced), (*situation.counts, *situation.reduced), strict=True):
-            if count:
-                peak = [there + count * more for there, more in zip(peak, vector, strict=True)]
-        flying = f"{situation.in_flight} microbatch{'' if situation.in_flight == 1 else 'es'} in flight"
-        where = f"stage {situation.stage} {span.moment}, with {flying}"
-        streams = (shards_highest, self._gathering())
-        return Span(NOTHING, tuple(peak), highest + buffers, where, 0, compute_highest + buffers, streams)
-
-    def exchange(self, before: Span, buffers: int) -> Span:
-        """``before``, or the end of the step if that is fuller; ``buffers``: with the tied table's other gradient."""
-        peak = [
-            sum(self.held[kind].reduced[one] * count for kind, count in self.stages.items())
-            for one in range(len(NOTHING))
-        ]
-        peak[PIPELINE_BUFFERS] += buffers
-        highest = sum(peak)
-        if highest <= before.highest:
-            return before
-        compute = max(before.compute_highest, highest - peak[GRADIENTS])
-        where = "as a tied embedding's gradients are added up"
-        return replace(before, peak=tuple(peak), highest=highest, moment=where, compute_highest=compute)
-
-    def _done_with(self, reduced: tuple[int, ...]) -> tuple[int, int]:
-        """Bytes of gradients that are reduced and of gathered parameters; of gradients' shards among them."""
-        found = self._done_by.get(reduced)
-        if found is None:
-            total = _dot(reduced, self.reduced_totals) + self._unsharded(reduced)
-            found = self._done_by[reduced] = total, _dot(reduced, self.reduced_shards)
-        return found
-
-    def _unsharded(self, reduced: tuple[int, ...]) -> int:
-        """Bytes of gathered parameters: of the stages that are not done, and of no more than torch's runtime keeps."""
-        there = [(self.held[kind].unsharded, count - reduced[kind]) for kind, count in self.stages.items()]
-        sizes = sorted(size for size, count in there for _ in range(min(count, MOST_UNSHARDED)))
-        return sum(sizes[-MOST_UNSHARDED:])
-
-    def _gathering(self) -> int:
-        """Bytes of the buffers that the largest units are gathered in, one after the other."""
-        sizes = (
-            2 * unit.padded * one.stage.compute if one.stage.fsdp and one.shards > 1 else 0
-            for one in self.held.values()
-            for unit, _ in one.stage.units(one.shards).all
-        )
-        # A stage may hold nothing at all.
-        return max(sizes, default=0)
-
-
-def _dot(counts: tuple[int, ...], sizes: list[int]) -> int:
-    return sum(map(mul, counts, sizes))
