@@ -168,6 +168,10 @@ class Costs:
         least = min(edge for edge, total in zip(every, totals, strict=True) if total >= highest)
         return self._step(split, makespan + least) * BELOW
 
+    def has_run(self, split: Split, layout: Layout) -> bool:
+        """Whether the layout's pipeline has been simulated, for it or for others."""
+        return (split, layout.recompute, layout.pipeline) in self._runs
+
     def simulated_floor(self, split: Split, layout: Layout) -> float:
         """All but gathers that repeat because many virtual stages take turns."""
         run, every = self._run(split, layout.recompute, layout.pipeline), self._every_edge(layout)

@@ -233,13 +233,16 @@ class _Search:
         if self.found.is_beaten(floor, one.memory, layout):
             return
         if not one.exact:
-            # Memory of one rank is quicker than the pipeline, and often enough to know better.
-            memory = max(one.memory, next(costs.memory_so_far(layout)))
-            if memory > costs.capacity:
-                self._set_aside(memory, floor, one)
-                return
-            if not self.found.is_beaten(floor, memory, layout):
-                self._push(costs.simulated_floor(one.split, layout), one._replace(memory=memory, exact=True))
+            memory = one.memory
+            if not costs.has_run(one.split, layout):
+                # Memory of one rank is quicker than the pipeline, and often enough to know better.
+                memory = max(memory, next(costs.memory_so_far(layout)))
+                if memory > costs.capacity:
+                    self._set_aside(memory, floor, one)
+                    return
+                if self.found.is_beaten(floor, memory, layout):
+                    return
+            self._push(costs.simulated_floor(one.split, layout), one._replace(memory=memory, exact=True))
             return
         seconds = floor
         for looked_at, memory in enumerate(costs.memory_so_far(layout)):
