@@ -85,6 +85,11 @@ def rank_of_stage(schedule: str, pp: int, n_stages: int, stage: int) -> int:
     return stage % pp
 
 
+def tied_ends(schedule: str, pp: int, n_stages: int, *, tied: bool) -> tuple[int, int] | None:
+    """Pipeline coordinates of a ``tied`` embedding's two copies, at the model's ends; None where it has but one."""
+    return (0, rank_of_stage(schedule, pp, n_stages, n_stages - 1)) if tied and n_stages > 1 else None
+
+
 def stage_layers(n_layers: int, pp: int, parallelism: Parallelism) -> tuple[range, ...]:
     """The layers of every stage over ``pp`` ranks, first to last, as a run file's parallelism section asks for."""
     counts = parallelism.pipeline_parallel_layers_per_stage

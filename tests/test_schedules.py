@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from koushi.config.schema import Parallelism, ScheduleName
-from koushi.schedules import SCHEDULES, rank_of_stage, stage_layers, stages_of_rank
+from koushi.schedules import SCHEDULES, rank_of_stage, stage_layers, stages_of_rank, tied_ends
 
 
 def placements() -> list[tuple[str, int, int]]:
@@ -47,6 +47,13 @@ def test_loops_deal_out_and_vs_come_back() -> None:
 def test_a_v_with_other_than_two_stages_a_rank_is_our_own_fault() -> None:
     with pytest.raises(AssertionError, match=re.escape("ZBVZeroBubble has two stages a rank, not 6 over 2 ranks")):
         stages_of_rank("ZBVZeroBubble", 2, 6, 0)
+
+
+def test_where_the_ends_of_a_tied_embedding_lie() -> None:
+    assert tied_ends("1F1B", 1, 1, tied=True) is None
+    assert tied_ends("1F1B", 2, 2, tied=False) is None
+    for name, needs in SCHEDULES.items():
+        assert tied_ends(name, 2, 2 * needs.fewest_stages_per_rank, tied=True) == ((0, 0) if needs.v_shaped else (0, 1))
 
 
 def parallelism(**given: object) -> Parallelism:

@@ -23,9 +23,9 @@ def audit(job: Job, classes: Sequence[RankClass], records: Mapping[int, Record])
     everyone = {rank: records[one.representative] for one in classes for rank in one.ranks}
     found: list[Finding] = []
     groups = members(job.mesh, everyone)
-    by_one = _counted_by_one(groups)
+    by_one, all_of_it = _counted_by_one(groups), _gathered_from_one(groups)
     for one in classes:
-        found += _of_rank(job, one, records[one.representative], by_one)
+        found += _of_rank(job, one, records[one.representative], by_one, all_of_it)
     found += _unused(job, groups)
     found += _copies_counted(groups)
     found += hangs(job.mesh, everyone, groups)
@@ -43,7 +43,20 @@ def _counted_by_one(groups: Sequence[Members]) -> set[tuple[int, int]]:
     return found
 
 
-def _of_rank(job: Job, one: RankClass, record: Record, by_one: set[tuple[int, int]]) -> Iterator[Finding]:
+def _gathered_from_one(groups: Sequence[Members]) -> set[tuple[int, int]]:
+    """Gathers to which one rank of the group alone brings more than padding: all that anyone then uses is that rank's
+    piece. Record and event."""
+    found = set()
+    for group in groups:
+        for place in group.places:
+            if sum(not record.facts[number].padding for record, number in place) == 1:
+                found.update((id(record), number) for record, number in place)
+    return found
+
+
+def _of_rank(
+    job: Job, one: RankClass, record: Record, by_one: set[tuple[int, int]], all_of_it: set[tuple[int, int]]
+) -> Iterator[Finding]:
     described = llama.parameters(job.size, job.mesh.degree("tp"))
     copied = frozenset(name for name, parameter in described.items() if parameter.copied_over_tp)
     for number, (event, facts) in enumerate(zip(record.ledger.events, record.facts, strict=True)):
@@ -51,6 +64,8 @@ def _of_rank(job: Job, one: RankClass, record: Record, by_one: set[tuple[int, in
             continue
         if (id(record), number) in by_one:
             facts = replace(facts, complete=False)
+        if (id(record), number) in all_of_it:
+            facts = replace(facts, undone=False)
         for rule, (what, do) in broken(Case(event, facts, record, copied)):
             if not exempt(rule, event, facts, job):
                 yield Finding(rule, event, one.ranks, what, do)

@@ -38,7 +38,8 @@ class Call:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The larger side: what ``Collective.bytes`` counts."""
-        return max(self.reads, self.writes, key=lambda side: sum(map(tensor_bytes, side)))
+        # A rank without rows of a table sends and awaits nothing, but of a dtype.
+        return max(self.reads, self.writes, key=lambda side: (sum(map(tensor_bytes, side)), len(side)))
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -27,7 +27,7 @@ from koushi.parallel import compile, data, pipeline, precision, recompute, tenso
 from koushi.parallel.device_mesh import ParallelDims
 from koushi.parallel.precision import DTYPES
 from koushi.parallel.shards import LocalParameter, fill, local_parameters
-from koushi.schedules import rank_of_stage, stage_layers, stages_of_rank
+from koushi.schedules import stage_layers, stages_of_rank, tied_ends
 
 
 def tensor_parallel_options(size: LlamaSize, tp: int, index: int) -> tensor.TensorParallel:
@@ -157,7 +157,9 @@ def build(job: Job, world_mesh: DeviceMesh, device: torch.device) -> ParallelMod
     if mesh.degree("pp") > 1:
         schedule = pipeline.apply(parts, world_mesh["pp"], pipeline_options(job, device), loss)
     groups = {name: world_mesh[name].get_group() for name in mesh.names if mesh.degree(name) > 1}
-    return ParallelModel(parts, parameters, loss, schedule, groups, tied_ends(job))
+    shape = (config.parallelism.pipeline_parallel_schedule, mesh.degree("pp"), len(job.stages))
+    ends = tied_ends(*shape, tied=job.size.tie_embeddings)
+    return ParallelModel(parts, parameters, loss, schedule, groups, ends)
 
 
 def _set_initial(parameters: list[LocalParameter], config: JobConfig) -> None:
@@ -181,12 +183,3 @@ def pipeline_options(job: Job, device: torch.device) -> pipeline.Pipeline:
         compute=DTYPES[job.config.precision.compute],
         device=device,
     )
-
-
-def tied_ends(job: Job) -> tuple[int, int] | None:
-    if len(job.stages) == 1 or not job.size.tie_embeddings:
-        return None
-    last = rank_of_stage(
-        job.config.parallelism.pipeline_parallel_schedule, job.mesh.degree("pp"), len(job.stages), len(job.stages) - 1
-    )
-    return 0, last

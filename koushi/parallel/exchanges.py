@@ -6,23 +6,26 @@ A send says nothing of what it carries; the stage that makes it does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
-from typing import Any, final
+from typing import final
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.pipelining import PipelineStage
 
 from koushi.traffic import Phase
 
-# Private: what asks a stage for the messages of one microbatch.
+# Private: what asks a stage for the messages of one microbatch. They are the base class's, but are looked up where
+# whatever else watches a stage would have put its own.
 _MAKERS: tuple[tuple[str, Phase], ...] = (
     ("get_fwd_recv_ops", "forward"),
     ("get_fwd_send_ops", "forward"),
     ("get_bwd_recv_ops", "backward"),
     ("get_bwd_send_ops", "backward"),
 )
-_Maker = Callable[[_PipelineStageBase, int], list[dist.P2POp]]
+_Maker = Callable[[PipelineStage, int], list[dist.P2POp]]
 
 
 def _identity(tensor: Tensor) -> int:
@@ -36,17 +39,15 @@ class Exchanges:
 
     def __init__(self) -> None:
         self._phases: dict[int, tuple[Tensor, Phase]] = {}
-        self._originals: dict[str, Any] = {}
+        self._patches = ExitStack()
 
     def attach(self) -> None:
         for name, phase in _MAKERS:
-            self._originals[name] = getattr(_PipelineStageBase, name)
-            setattr(_PipelineStageBase, name, self._noting(self._originals[name], phase))
+            noting = self._noting(getattr(PipelineStage, name), phase)
+            self._patches.enter_context(patch.object(PipelineStage, name, noting))
 
     def detach(self) -> None:
-        for name, original in self._originals.items():
-            setattr(_PipelineStageBase, name, original)
-        self._originals.clear()
+        self._patches.close()
         self._phases.clear()
 
     def phase(self, tensor: Tensor) -> Phase | None:
@@ -56,7 +57,7 @@ class Exchanges:
 
     def _noting(self, original: _Maker, phase: Phase) -> _Maker:
         @wraps(original)
-        def make(stage: _PipelineStageBase, microbatch: int) -> list[dist.P2POp]:
+        def make(stage: PipelineStage, microbatch: int) -> list[dist.P2POp]:
             made = original(stage, microbatch)
             self._phases.update({_identity(one.tensor): (one.tensor, phase) for one in made})
             return made

@@ -18,7 +18,7 @@ from functools import cache
 from koushi.plan.units import StageUnits, Unit, held_elsewhere, held_stages, units_of
 from koushi.plan.unshard import unshards
 from koushi.plan.workload import Workload
-from koushi.schedules import rank_of_stage
+from koushi.schedules import tied_ends
 from koushi.traffic import DTYPE_BYTES, Collective, Operation, Phase, Traffic
 
 Calls = tuple[tuple[Collective, int], ...]
@@ -313,17 +313,10 @@ def end_of_step(workload: Workload, pp: int, shard: int = 0) -> Traffic:
     return total
 
 
-def tied_ends(workload: Workload) -> tuple[int, int] | None:
-    """Pipeline coordinates of the two copies of a tied embedding; None where there is one."""
-    n_stages, pp = len(workload.stage_layers), workload.mesh.degree("pp")
-    if n_stages == 1 or not workload.model.tie_embeddings:
-        return None
-    return 0, rank_of_stage(workload.schedule, pp, n_stages, n_stages - 1)
-
-
 def exchanges_table(workload: Workload, pp: int) -> bool:
     """Whether the rank at ``pp`` has one of a tied embedding's two copies, and another rank the other."""
-    ends = tied_ends(workload)
+    shape = (workload.schedule, workload.mesh.degree("pp"), len(workload.stage_layers))
+    ends = tied_ends(*shape, tied=workload.model.tie_embeddings)
     return ends is not None and ends[0] != ends[1] and pp in ends
 
 

@@ -206,13 +206,13 @@ class _Run:
             if half == "inputs":
                 self.account.hold(op.kind, op.half_keeps)
             self.account.touch(op.kind, op.half_work or op.back_work if half == "inputs" else op.back_work)
-            self._add(op, gradient, gradients)
+            gradient[1] += sum(not size for _, size in op.gives)
             if half is None or not op.weight or op.half_keeps:
-                gradient[1] -= 1
-                if not gradient[1]:
-                    self.account.drop(op.kind, gradient[0])
+                self._let_go(op.kind, gradient)
             if half is None:
                 self._free_saved(op)
+            self._add(op, gradient, gradients)
+            if half is None:
                 self._weight_gradient(op.weight)
         if half is None:
             self.keep = frozenset()
@@ -236,9 +236,8 @@ class _Run:
             self.account.drop(weights.kind, count * weights.width)
 
     def _add(self, op: Op, gradient: list[int], gradients: dict[str, list[int]]) -> None:
+        """What an operation gives to what others have given the same tensor, when the operation is through."""
         for name, size in op.gives:
-            if not size:
-                gradient[1] += 1
             there = gradients.get(name)
             if there is None:
                 gradients[name] = [size, 1] if size else gradient
@@ -250,6 +249,13 @@ class _Run:
                 gradients[name] = [there[0], 1]
             else:
                 self.account.drop(self.kinds[name], there[0])
-            self.account.drop(self.kinds[name], size)
-            if not size:
-                gradient[1] -= 1
+            if size:
+                self.account.drop(self.kinds[name], size)
+            else:
+                self._let_go(op.kind, gradient)
+
+    def _let_go(self, kind: int, gradient: list[int]) -> None:
+        """Of a gradient, by one of those that hold it."""
+        gradient[1] -= 1
+        if not gradient[1]:
+            self.account.drop(kind, gradient[0])

@@ -16,8 +16,7 @@ from koushi.models.llama.layout import REGIONS
 from koushi.models.llama.model import Llama
 from koushi.models.llama.sizes import LlamaSize
 from koushi.parallel import precision
-from koushi.parallel.compose import GlobalLoss, pipeline_options, tensor_parallel_options, tied_ends
-from koushi.schedules import SCHEDULES
+from koushi.parallel.compose import GlobalLoss, pipeline_options, tensor_parallel_options
 
 SIZE = LlamaSize(vocab_size=32, dim=32, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=24)
 
@@ -44,18 +43,6 @@ def test_ranks_beyond_the_kv_heads_compute_with_that_of_their_queries(tp: int, h
 
 def test_a_tied_output_is_placed_by_its_own_name() -> None:
     assert "output.weight" in tensor_parallel_options(replace(SIZE, tie_embeddings=True), 2, 0).placements
-
-
-def test_where_the_ends_of_a_tied_embedding_lie(tmp_path: Path) -> None:
-    def ends(*overrides: str) -> tuple[int, int] | None:
-        return tied_ends(tiny_job(tmp_path, "model.n_layers=4", *overrides))
-
-    tied = "model.tie_embeddings=true"
-    assert ends(tied) is None
-    assert ends("--pp", "2") is None
-    for name, needs in SCHEDULES.items():
-        found = ends(tied, "--pp", "2", f"parallelism.pipeline_parallel_schedule={name}")
-        assert found == ((0, 0) if needs.v_shaped else (0, 1)), name
 
 
 def test_shapes_between_stages(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,6 @@ class Recorder(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """With what torch does besides operators: ``fully_shard`` resizes storages, stages send what backward made."""
         resize, recorder = torch.UntypedStorage.resize_, self
-        operations = {name: getattr(PipelineStage, name) for name in ("get_bwd_recv_ops", "get_bwd_send_ops")}
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
@@ -103,16 +103,12 @@ class Recorder(TorchDispatchMode):
         def method(original: Any) -> Any:
             return lambda stage, microbatch: noted(original, stage, microbatch)
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-        for name, original in operations.items():
-            setattr(PipelineStage, name, method(original))
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-            for name, original in operations.items():
-                setattr(PipelineStage, name, original)
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+            for name in ("get_bwd_recv_ops", "get_bwd_send_ops"):
+                patches.enter_context(patch.object(PipelineStage, name, method(getattr(PipelineStage, name))))
+            patches.enter_context(self)
+            yield
 
     def begin_step(self) -> None:
         self.most = self._now
