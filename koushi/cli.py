@@ -20,7 +20,7 @@ import click
 
 from koushi import __version__
 from koushi.commands import plans, see, start
-from koushi.commands.group import Commands, RunFileCommand, split, world_option
+from koushi.commands.group import Choice, Commands, RunFileCommand, Whole, split, world_option
 from koushi.errors import KoushiError, Stopped
 
 
@@ -65,7 +65,7 @@ def check(world: int | None, arguments: tuple[str, ...]) -> None:
 )
 @click.option(
     "--max-restarts",
-    type=click.IntRange(min=0),
+    type=Whole(0),
     default=0,
     show_default=True,
     metavar="N",
@@ -92,12 +92,12 @@ def train(resume: str | None, max_restarts: int, arguments: tuple[str, ...]) -> 
 @commands.command(cls=RunFileCommand)
 @click.option(
     "--precision",
-    type=click.Choice(["float32", "float64"]),
+    type=Choice(["float32", "float64"]),
     default="float32",
     show_default=True,
     help="Of everything; float64 finds silent errors, float32 the paths that float64 hides.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps to compare.")
+@click.option("--steps", type=Whole(1), default=3, show_default=True, help="Training steps to compare.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
 def verify(steps: int, precision: Literal["float32", "float64"], arguments: tuple[str, ...]) -> None:
     """Show that the run's layout trains as one process does.
@@ -125,7 +125,7 @@ def convert() -> None:
 
 dtype_option = click.option(
     "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
+    type=Choice(["float32", "bfloat16", "float16", "float64"]),
     default="float32",
     show_default=True,
     help="Of the weights that are written.",
@@ -175,9 +175,7 @@ def to_hf(checkpoint: Path, folder: Path, dtype: str, shard_gb: float) -> None:
 
 @commands.command()
 @click.option("--prompt", required=True, help="What the text begins with.")
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=100, show_default=True, help="Where it ends at the latest."
-)
+@click.option("--max-tokens", type=Whole(1), default=100, show_default=True, help="Where it ends at the latest.")
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
@@ -185,8 +183,8 @@ def to_hf(checkpoint: Path, folder: Path, dtype: str, shard_gb: float) -> None:
     show_default=True,
     help="Lower is closer to the likeliest text; 0 always takes the likeliest token.",
 )
-@click.option("--top-k", type=click.IntRange(min=1), help="Draw only from the K likeliest tokens.  [default: from all]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another one, another text.")
+@click.option("--top-k", type=Whole(1), help="Draw only from the K likeliest tokens.  [default: from all]")
+@click.option("--seed", type=Whole(0), default=0, show_default=True, help="Another one, another text.")
 @click.option(
     "--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json.  [default: the one it was trained with]"
 )
@@ -292,7 +290,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KoushiError as error:
         _tell_torchrun(str(error))
         # Wrong input is wrong for every rank of a node: one of those that torchrun started says so.
-        if error.exit_code != 2 or os.environ.get("LOCAL_RANK", "0") == "0":
+        if str(error) and (error.exit_code != 2 or os.environ.get("LOCAL_RANK", "0") == "0"):
             click.echo(str(error), err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):

@@ -12,23 +12,28 @@ class Problem:
 
     ``where`` is ``file:line:column`` (or ``command line``), ``key`` the dotted key path (empty
     for the file as a whole), ``what`` what is wrong with the value, ``legal`` what would be right.
+    ``option`` is the short option that set the key, as written with its value.
     """
 
     where: str
     key: str
     what: str
     legal: str = ""
+    option: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.where}: "
-        if self.key:
+        text = f"{self.option} ({self.key}): " if self.option else f"{self.where}: "
+        if self.key and not self.option:
             text += f"{self.key}: "
         text += self.what
         return f"{text}; {self.legal}" if self.legal else text
 
 
 class KoushiError(Exception):
-    """Base of every error that a user can mend; ``exit_code`` is what the command ends with."""
+    """Base of every error that a user can mend; ``exit_code`` is what the command ends with.
+
+    Without a text where the command's output has said it already.
+    """
 
     exit_code = 1
 

@@ -75,8 +75,7 @@ def test_problems_go_to_stderr_one_a_line(capsys: pytest.CaptureFixture[str]) ->
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "command line (--tp eight): parallelism.tensor_parallel_degree: is 'eight', a string; "
-        "an integer of at least 1 is needed",
+        "--tp eight (parallelism.tensor_parallel_degree): is 'eight', a string; an integer of at least 1 is needed",
         "command line (optimizer.lr=-1): optimizer.lr: is -1, an integer; a finite number above 0 is needed",
         "command line (training.stepz=3): training.stepz: is not a key of training; did you mean training.steps?",
     ]

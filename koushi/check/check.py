@@ -23,13 +23,14 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(run_file: RunFile, world_size: int | None = None) -> Job:
-    """The job that ``run_file`` describes, on ``world_size`` processes where a launcher has fixed them.
+def check(run_file: RunFile, world_size: int | None = None, world: str = "") -> Job:
+    """The job that ``run_file`` describes, on ``world_size`` processes where a launcher has fixed them; ``world``: what
+    they are made up of, for messages.
 
     Raises ConfigError with every problem of the file, its overrides and the way its parts fit
     together. A rule is left out only where a key that it reads is itself wrong.
     """
-    facts = Facts(run_file, world_size)
+    facts = Facts(run_file, world_size, f" ({world})" if world else "")
     found = [*run_file.found, *(_placed(run_file, finding) for finding in _findings(facts))]
     raise_if_any(found)
     config = _resolved(facts)

@@ -27,7 +27,8 @@ def _largest(key: str) -> Rule:
 def _launched(facts: Facts) -> Iterator[Finding]:
     asked, launched = facts.config.parallelism.world_size, facts.launched
     if launched is not None and asked is not None and launched != asked:
-        yield Finding((WORLD,), f"is {asked}, but the world has {launched} processes", f"{launched}, or leave it empty")
+        what = f"is {asked}, but the world has {launched} processes{facts.made_up_of}"
+        yield Finding((WORLD,), what, f"{launched}, or leave it empty")
 
 
 def _world_known(facts: Facts) -> Iterator[Finding]:
@@ -48,7 +49,7 @@ def _product(facts: Facts) -> Iterator[Finding]:
     if shard == -1 and world is not None and world % rest:
         yield Finding(
             (DP_SHARD, WORLD),
-            f"is -1, but the world of {world} does not divide by the other degrees, "
+            f"is -1, but the world of {world}{facts.made_up_of} does not divide by the other degrees, "
             f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} "
             f"x tp {parallelism.tensor_parallel_degree} = {rest}",
             f"a world of {listed(multiples_near(world, rest))}, or smaller degrees",
@@ -62,13 +63,25 @@ def _product(facts: Facts) -> Iterator[Finding]:
             (WORLD, DP_SHARD, TP, PP, DP_REPLICATE),
             f"the degrees multiply to {rest * shard} "
             f"(pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} "
-            f"x dp_shard {shard} x tp {parallelism.tensor_parallel_degree}), the world has {world}",
+            f"x dp_shard {shard} x tp {parallelism.tensor_parallel_degree}), "
+            f"the world has {world}{facts.made_up_of}",
             _mended(facts, world),
         )
 
 
 def _mended(facts: Facts, world: int) -> str:
-    """Which single change makes the degrees multiply to the world."""
+    """Which single change makes the degrees multiply to the world; with --gpus, dp_shard would have followed."""
+    places = facts.run_file.places
+    world_said, shard_said = places.get(WORLD), places.get(DP_SHARD)
+    if (
+        facts.launched is None
+        and world_said
+        and world_said.is_short
+        and not (shard_said and shard_said.on_command_line)
+    ):
+        rest = facts.degrees_but_shard
+        if world % rest:
+            return f"a world of {listed(multiples_near(world, rest))}, for which dp_shard follows"
     parallelism = facts.config.parallelism
     degrees = {
         "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,

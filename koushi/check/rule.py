@@ -55,6 +55,8 @@ class Facts:
     run_file: RunFile
     launched: int | None
     """How many processes a launcher has started or will start."""
+    made_up_of: str = ""
+    """What they are, in brackets after a space."""
 
     @property
     def config(self) -> JobConfig:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from koushi.config.overrides import SHORT, split_run_path
+from koushi.config.overrides import SHORT, parse, split_run_path
+from koushi.config.spelling import nearest
 from koushi.report.words import encodable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -19,12 +20,52 @@ RENAMED = {"--node-size": "--gpus-per-node"}
 """Options that had another name, which still works."""
 
 
+class Whole(click.IntRange):
+    """An integer of at least ``least``."""
+
+    def __init__(self, least: int):
+        super().__init__(min=least)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value} is not an integer of at least {self.min}", param, ctx)
+
+
+class Choice(click.Choice[str]):
+    """One of some words, with a guess for another."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            meant = nearest(value, self.choices)
+            guess = f"; did you mean {meant}? The" if meant else "; the"
+            self.fail(f"there is no {value}{guess} choices are {', '.join(self.choices)}", param, ctx)
+
+
 class RunFileCommand(click.Command):
-    """A command whose ``arguments`` are a run file and overrides of its values, in any order."""
+    """A command whose ``arguments`` are a run file and overrides of its values, in any order.
+
+    What may be an override is judged with the run file, but a slip in an option of the command's own is told here.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.ignore_unknown_options = True
-        return super().parse_args(ctx, [_renamed(argument) for argument in args])
+        rest = super().parse_args(ctx, [_renamed(argument) for argument in args])
+        own = [
+            name
+            for one in self.get_params(ctx)
+            if isinstance(one, click.Option) and not one.hidden
+            for name in one.opts
+        ]
+        for argument in parse(ctx.params["arguments"]):
+            if argument.may_be_option and argument.name not in SHORT:
+                meant = nearest(argument.name, own, cutoff=0.8)
+                if meant is not None:
+                    raise click.NoSuchOption(argument.name, possibilities=[meant], ctx=ctx)
+        return rest
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Values of the run file"):
@@ -46,7 +87,7 @@ def gpus_per_node_option(default: int | None, said: str) -> Callable[[Function],
     """``said``: the default in words."""
     return click.option(
         "--gpus-per-node",
-        type=click.IntRange(min=1),
+        type=Whole(1),
         default=default,
         metavar="N",
         help=f"Devices of one node, or on CPU its ranks.  [default: {said}]",
@@ -56,7 +97,7 @@ def gpus_per_node_option(default: int | None, said: str) -> Callable[[Function],
 def world_option(hidden: bool) -> Callable[[Function], Function]:
     return click.option(
         "--world",
-        type=click.IntRange(min=1),
+        type=Whole(1),
         metavar="N",
         hidden=hidden,
         help="Refuse what is not for the N processes that a launcher will start.",
@@ -64,12 +105,17 @@ def world_option(hidden: bool) -> Callable[[Function], Function]:
 
 
 class Commands(click.Group):
-    """A group that suggests the nearest command for an unknown one."""
+    """A group that suggests the nearest command for an unknown one, and takes ``help COMMAND`` too."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        if name == "help":
+            if not args[1:]:
+                click.echo(ctx.get_help())
+                ctx.exit()
+            return self.resolve_command(ctx, [args[1], "--help"])
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             close = get_close_matches(name, self.commands, n=1, cutoff=0.5)
             guess = f"did you mean {close[0]}? " if close else ""

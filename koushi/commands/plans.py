@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import RunFileCommand, json_option, show, split
+from koushi.commands.group import RunFileCommand, Whole, json_option, show, split
 
 
 @click.command(cls=RunFileCommand)
@@ -77,7 +77,7 @@ def dry_run(as_json: bool, trace: Path | None, arguments: tuple[str, ...]) -> No
     metavar="FILE",
     help="Measure this machine and write a hardware file.",
 )
-@click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Ranks that measure.  [default: all GPUs]")
+@click.option("--processes", type=Whole(1), metavar="N", help="Ranks that measure.  [default: all GPUs]")
 @click.argument("name", required=False, metavar="[NAME|FILE]")
 def hardware(name: str | None, calibrate: Path | None, processes: int | None) -> None:
     """List the hardware that koushi plan knows, show one, or measure the machine at hand.
@@ -95,6 +95,8 @@ def hardware(name: str | None, calibrate: Path | None, processes: int | None) ->
 
         show(f"{calibrate}: {run(calibrate, 'auto', processes, name).description}")
         return
+    if processes is not None:
+        raise click.UsageError("--processes are those that measure: add --calibrate FILE")
     from koushi.hardware.text import shown, table
 
     show(table() if name is None else shown(name))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import RunFileCommand, gpus_per_node_option, show, split
+from koushi.commands.group import Choice, RunFileCommand, Whole, gpus_per_node_option, show, split
 from koushi.config.overrides import SHORT
 
 
@@ -14,7 +14,7 @@ from koushi.config.overrides import SHORT
 @click.option("--model", default="llama3-debug", show_default=True, metavar="NAME", help="A preset of model.name.")
 @click.option(
     "--gpus",
-    type=click.IntRange(min=1),
+    type=Whole(1),
     metavar="N",
     help=f"{SHORT['--gpus'].meaning}  [default: as few as hold the model well]",
 )
@@ -36,16 +36,15 @@ def init(path: Path, model: str, gpus: int | None) -> None:
 
 
 @click.command(cls=RunFileCommand)
-@click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N", help="Machines.")
+@click.option("--nodes", type=Whole(1), metavar="N", help="Machines.  [required]")
 @click.option(
     "--backend",
-    type=click.Choice(["slurm", "kubernetes", "torchrun"]),
-    required=True,
-    help="What starts it: sbatch, kubectl apply, or you, on every node.",
+    type=Choice(["slurm", "kubernetes", "torchrun"]),
+    help="What starts it: sbatch, kubectl apply, or you, on every node.  [required]",
 )
 @gpus_per_node_option(8, "8")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
-def launch(nodes: int, backend: str, gpus_per_node: int, arguments: tuple[str, ...]) -> None:
+def launch(nodes: int | None, backend: str | None, gpus_per_node: int, arguments: tuple[str, ...]) -> None:
     """Print a script that trains a run file on several nodes.
 
     It checks at start that it was given as many devices as the mesh has, and goes on from the newest
@@ -59,6 +58,9 @@ def launch(nodes: int, backend: str, gpus_per_node: int, arguments: tuple[str, .
     from koushi.setup.launch_script import BACKENDS, notes
     from koushi.setup.launch_script import launch as made
 
+    if nodes is None or backend is None:
+        missing = ["--nodes N"] * (nodes is None) + [f"--backend {'|'.join(BACKENDS)}"] * (backend is None)
+        raise click.UsageError(f"add {' and '.join(missing)}")
     run_path, overrides = split(arguments)
     described = made(run_path, overrides, nodes, gpus_per_node)
     show(BACKENDS[backend](described), newline=False)

@@ -50,7 +50,12 @@ class Argument:
 
     @property
     def place(self) -> Place:
-        return Place.in_arguments(self.number, self.text)
+        return Place.in_arguments(self.number, self.text, self.name in SHORT)
+
+    @property
+    def may_be_option(self) -> bool:
+        """Whether it is written as an option and names neither a section nor a key in one."""
+        return self.name.startswith("--") and "." not in self.key and self.key not in JobConfig.model_fields
 
 
 def split_run_path(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -74,7 +79,12 @@ def _standing(arguments: Sequence[str]) -> Iterator[int]:
     for index, argument in enumerate(arguments):
         if not takes_value and not argument.startswith("-"):
             yield index
-        takes_value = not takes_value and argument.startswith("--") and "=" not in argument
+        takes_value = not takes_value and _takes_value(argument)
+
+
+def _takes_value(argument: str) -> bool:
+    """Whether the next argument is its value; that of ``-tp`` is, so that the message is about one mistake."""
+    return "=" not in argument and (argument.startswith("--") or f"-{argument}" in SHORT)
 
 
 def _is_path(argument: str) -> bool:
@@ -103,7 +113,7 @@ def parse(arguments: Sequence[str]) -> list[Argument]:
         text = waiting.pop(0)
         name, equals, value = text.partition("=")
         given: str | None = value if equals else None
-        if name.startswith("--") and not equals and waiting and not waiting[0].startswith("--"):
+        if _takes_value(text) and waiting and not waiting[0].startswith("--"):
             given = waiting.pop(0)
             text = f"{text} {given}"
         if name == "--hardware" and given is not None and os.path.isfile(given):
@@ -121,6 +131,10 @@ def apply(tree: Tree, arguments: Sequence[str]) -> bool:
     for argument in parsed:
         if not argument.key or not all(argument.key.split(".")):
             tree.found.append(Found(argument.place, "", "names no key", _FORMS))
+        elif f"-{argument.name}" in SHORT:
+            tree.found.append(Found(argument.place, "", "is not an option", f"did you mean -{argument.name}?"))
+        elif argument.value is None and argument.may_be_option and argument.name not in SHORT:
+            _write(tree, argument.key, Entry(True, argument.place, argument.place))  # no key: for validate to say so
         elif argument.value is None:
             tree.found.append(_without_value(argument))
             tree.spoilt.add(argument.key)
@@ -154,6 +168,8 @@ def _follow(tree: Tree, place: Place) -> bool:
 def _without_value(argument: Argument) -> Found:
     if argument.text.startswith("--"):
         return Found(argument.place, argument.key, "has no value", f"write {argument.text}=value")
+    if _is_yaml(argument.text) or _is_file(argument.text):
+        return Found(argument.place, "", "is a second run file", "name one")
     return Found(argument.place, "", f"{shown_text(argument.text)} is not an override", _FORMS)
 
 

@@ -54,14 +54,18 @@ class Place:
     """From 1; on the command line the number of the argument."""
     column: int
     text: str
+    argument: str = ""
+    """On the command line: as written, an option with its value."""
+    is_short: bool = False
+    """Whether the argument is an option that has another name than the key."""
 
     @classmethod
     def in_file(cls, path: Path, line: int = 1, column: int = 1) -> Place:
         return cls(False, line, column, f"{path}:{line}:{column}")
 
     @classmethod
-    def in_arguments(cls, number: int, argument: str) -> Place:
-        return cls(True, number, 0, f"command line ({argument})")
+    def in_arguments(cls, number: int, argument: str, is_short: bool = False) -> Place:
+        return cls(True, number, 0, f"command line ({argument})", argument, is_short)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ class Found:
 
     @property
     def problem(self) -> Problem:
-        return Problem(self.place.text, self.key, self.what, self.legal)
+        option = self.place.argument if self.place.is_short else ""
+        return Problem(self.place.text, self.key, self.what, self.legal, option)
 
 
 def raise_if_any(found: list[Found]) -> None:

@@ -27,13 +27,15 @@ ELSEWHERE = {
     "dp": "parallelism.data_parallel_shard_degree",
     "dp_size": "parallelism.data_parallel_shard_degree",
     "dp_shard": "parallelism.data_parallel_shard_degree",
-    "dp-shard": "parallelism.data_parallel_shard_degree",
     "fsdp": "parallelism.data_parallel_shard_degree",
     "fsdp_size": "parallelism.data_parallel_shard_degree",
     "fsdp_reshard_after_forward": "parallelism.reshard_after_forward",
     "dp_replicate": "parallelism.data_parallel_replicate_degree",
-    "dp-replicate": "parallelism.data_parallel_replicate_degree",
     "ddp": "parallelism.data_parallel_replicate_degree",
+    "n_gpus": "parallelism.world_size",
+    "num_gpus": "parallelism.world_size",
+    "ngpu": "parallelism.world_size",
+    "ranks": "parallelism.world_size",
     "nproc": "parallelism.world_size",
     "nproc_per_node": "parallelism.world_size",
     "local_batch_size": "training.global_batch_size",
@@ -91,6 +93,8 @@ ELSEWHERE = {
     "log_freq": "metrics.every",
     "log_interval": "metrics.every",
     "enable_tensorboard": "metrics.tensorboard",
+    "hw": "run.hardware",
+    "chip": "run.hardware",
     "output_dir": "run.folder",
     "dump_folder": "run.folder",
 }
@@ -120,15 +124,15 @@ VALUES = {
 """Values of other tools that mean one of ours."""
 
 
-def nearest(word: str, legal: Iterable[str]) -> str | None:
-    """The legal spelling that ``word`` most likely meant."""
+def nearest(word: str, legal: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The legal spelling that ``word`` most likely meant; ``cutoff``: how alike they must be, 0 to 1."""
     plain = {_plain(one): one for one in legal}
     if _plain(word) in plain:
         return plain[_plain(word)]
     meant = VALUES.get(word.lower())
     if meant is not None and meant in plain.values():
         return meant
-    close = get_close_matches(_plain(word), plain, n=1, cutoff=0.6)
+    close = get_close_matches(_plain(word), plain, n=1, cutoff=cutoff)
     return plain[close[0]] if close else None
 
 
@@ -138,8 +142,8 @@ def nearest_key(dotted: str, legal: Sequence[str]) -> str | None:
     siblings = [key.rpartition(".")[2] for key in legal if key.rpartition(".")[0] == section]
     if close := get_close_matches(name, siblings, n=1, cutoff=0.8):
         return f"{section}.{close[0]}" if section else close[0]
-    if ELSEWHERE.get(name.lower()) in legal:
-        return ELSEWHERE[name.lower()]
+    if (known := ELSEWHERE.get(name.lower().replace("-", "_"))) in legal:
+        return known
     by_name = {key.rpartition(".")[2]: key for key in reversed(legal)}
     if name in by_name:
         return by_name[name]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from koushi.config.overrides import SHORT
 from koushi.config.schema import JobConfig
-from koushi.config.source import Branch, Entry, Found, Tree, plain, scalar, shown_text
+from koushi.config.source import Branch, Entry, Found, Place, Tree, plain, scalar, shown_text
 from koushi.config.spelling import nearest, nearest_key
 
 Schema = Mapping[str, Any]
@@ -78,16 +78,38 @@ def _rename_sections(tree: Tree) -> None:
 def _unknown(tree: Tree, key: str, location: tuple[int | str, ...]) -> None:
     entry = _entry(tree.branch, location)
     section = ".".join(str(part) for part in location[:-1])
+    if not section and entry.key_place.on_command_line:
+        _unknown_word(tree, key, entry.key_place)
+        return
     siblings = [one[len(section) + 1 if section else 0 :] for one in legal_keys() if _parent(one) == section]
     meant = key if key in legal_keys() else nearest_key(key, legal_keys())
     what = "is not a key of a run file" if not section else f"is not a key of {section}"
-    named = ", ".join(siblings) if section else ", ".join([*siblings, *SHORT])
-    legal = f"did you mean {meant}?" if meant else f"the keys are {named}"
+    legal = f"did you mean {meant}?" if meant else f"the keys are {', '.join(siblings)}"
     if meant == key:
         legal = f"write it as a key {key.rpartition('.')[2]} under {_parent(key)}:"
     tree.found.append(Found(entry.key_place, key, what, legal))
     if meant and not _is_set(tree.branch, meant):
         tree.spoilt.add(meant)
+
+
+def _unknown_word(tree: Tree, name: str, place: Place) -> None:
+    """``--tpp 2`` or ``tpp=2``: of a key that has a short option, that is named."""
+    dashes = "--" if place.argument.startswith("--") else ""
+    key = nearest_key(name, legal_keys())
+    by_key = {short.key: option for option, short in SHORT.items()}
+    option = by_key.get(key or "") or nearest(f"--{name}", SHORT, cutoff=0.75)
+    if option is not None:
+        key = SHORT[option].key
+        legal = f"did you mean {option} ({key})?"
+    elif key is not None:
+        legal = f"did you mean {dashes}{key}?"
+    else:
+        sections = ", ".join(JobConfig.model_fields)
+        legal = f"the options are {', '.join(SHORT)}, and --section.key value for the sections {sections}"
+    what = "is not an option" if dashes else "is not a key of a run file"
+    tree.found.append(Found(place, dashes + name, what, legal))
+    if key is not None and not _is_set(tree.branch, key):
+        tree.spoilt.add(key)
 
 
 def _wrong(tree: Tree, location: tuple[int | str, ...]) -> None:

@@ -52,7 +52,7 @@ def show_plan(path: Path, overrides: Sequence[str], as_json: bool) -> None:
         if text := advice_text(found, helps):
             click.echo("\n" + text)
     if not found.fits:
-        raise DoesNotFit(f"{job.name} {verdict(found)}")
+        raise DoesNotFit(f"{job.name} {verdict(found)}" if as_json else "")
 
 
 def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path | None) -> None:
@@ -80,7 +80,7 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
         wider = None if result.chosen else more_devices(question, base, on)
         click.echo(search_text(question, on, result, plans, plan(base, on) if own else None, wider))
     if result.chosen is None:
-        raise DoesNotFit(f"{job.name}: no layout of {counted(devices, 'device')} fits {on.name}")
+        raise DoesNotFit(f"{job.name}: no layout of {counted(devices, 'device')} fits {on.name}" if as_json else "")
     if write is not None:
         _write(path, write, run_file, result.chosen.layout)
         roomy = "" if result.chosen == result.best[0] else " that is not tight"

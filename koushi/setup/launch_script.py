@@ -82,7 +82,7 @@ def launch(path: Path, overrides: Sequence[str], nodes: int, devices: int, token
 
     Raises ConfigError where it is not legal on so many devices, and for characters that no script should hold.
     """
-    job = check(load(path, overrides), nodes * devices)
+    job = check(load(path, overrides), nodes * devices, f"{counted(nodes, 'node')} of {devices}")
     arguments = (str(path), *overrides)
     odd = [one for one in arguments if not one.isprintable()]
     if odd:

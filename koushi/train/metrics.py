@@ -45,15 +45,21 @@ class StepMetrics:
     left_seconds: float
     """Expected until the last step, at the pace since the first report."""
 
-    def line(self, steps: int) -> str:
+    def line(self, steps: int, memory: str) -> str:
+        """``memory``: what memory_bytes are."""
         width = len(str(steps))
         mfu = f"  mfu {self.mfu:.1%}" if self.mfu is not None else ""
         left = seconds_text(self.left_seconds)
         return (
             f"step {self.step:>{width}}/{steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
             f"lr {self.lr:.2e}  {self.tokens_per_second:,.0f} tokens/s{mfu}  "
-            f"memory {bytes_text(self.memory_bytes)}  left {left}"
+            f"{memory} {bytes_text(self.memory_bytes)}  left {left}"
         )
+
+
+def memory_word(device: torch.device) -> str:
+    """What peak_memory gives, as ``koushi plan`` calls it where it plans it."""
+    return "reserved" if device.type == "cuda" else "resident"
 
 
 def peak_memory(device: torch.device) -> int:
@@ -84,12 +90,13 @@ class Sink(ABC):
 class Progress(Sink):
     """Lines for people."""
 
-    def __init__(self, steps: int, out: TextIO):
+    def __init__(self, steps: int, memory: str, out: TextIO):
         self._steps = steps
+        self._memory = memory
         self._out = out
 
     def step(self, metrics: StepMetrics) -> None:
-        print(metrics.line(self._steps), file=self._out, flush=True)
+        print(metrics.line(self._steps, self._memory), file=self._out, flush=True)
 
     def validation(self, step: int, loss: float) -> None:
         print(f"step {step}  validation loss {loss:.4f}", file=self._out, flush=True)

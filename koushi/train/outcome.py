@@ -1,10 +1,12 @@
-"""What was predicted of a run against what it measures: ``predicted.json``, ``ranks.jsonl`` and one line at the end."""
+"""What was predicted of a run against what it measures: ``predicted.json``, ``ranks.jsonl``, a few lines at the end."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, final
@@ -45,6 +47,8 @@ def predicted(job: Job, hardware: Hardware, crowding: float = 1.0) -> dict[str, 
         "hardware": hardware.name,
         "step_seconds": found.time.seconds * crowding,
         "memory_bytes": found.memory.reserved,
+        "active_bytes": found.memory.active,
+        "device_bytes": found.memory.device,
         "bytes": sent_bytes(job, planned(job, 0)),
     }
 
@@ -74,6 +78,52 @@ def write_line(path: Path, row: dict[str, Any], mode: Literal["a", "w"]) -> None
         raise unwritable(path, error) from None
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """Peaks of one rank, in bytes; on a CPU only ``resident`` is known."""
+
+    resident: float = 0.0
+    """On a CPU, what the process holds at most, Python and gloo too."""
+    grown: float = 0.0
+    """On a CPU, how much of it came since just before the model was built."""
+    active: float = 0.0
+    reserved: float = 0.0
+    device: float = 0.0
+    """On a GPU, all that is taken of it, whoever took it; not the peak, but torch seldom gives memory back."""
+
+    @classmethod
+    def of(cls, device: torch.device, before: int) -> MemoryUse:
+        """This process's; ``before``: resident before the model was built."""
+        peak = peak_memory(device)
+        if device.type != "cuda":
+            return cls(resident=peak, grown=peak - before)
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(active=torch.cuda.max_memory_allocated(device), reserved=peak, device=total - free)
+
+    @classmethod
+    def most(cls, ranks: Sequence[MemoryUse]) -> MemoryUse:
+        """The largest of each."""
+        return cls(*(max(one) for one in zip(*map(astuple, ranks), strict=True)))
+
+
+def compared(predicted: dict[str, Any], step_seconds: float, found: MemoryUse) -> str:
+    """For people: a step and the fullest rank's memory in the words of ``koushi plan``."""
+    step = (seconds_text(predicted["step_seconds"]), seconds_text(step_seconds), "the median, without the first")
+    memory = [
+        ("active", predicted["active_bytes"], found.active, "tensors in use"),
+        ("reserved", predicted["memory_bytes"], found.reserved, "with what torch's allocator cannot hand out"),
+        ("device", predicted["device_bytes"], found.device, "with the driver and communicators: what nvidia-smi shows"),
+    ]
+    if found.resident:
+        what = "tensors, against all that the process took after its start: Python's and gloo's too"
+        memory = [("device", predicted["device_bytes"], found.grown, what)]
+    rows = [("step", *step), *((name, bytes_text(was), bytes_text(one), what) for name, was, one, what in memory)]
+    if found.resident:
+        rows.append(("resident", "", bytes_text(found.resident), "the whole process, as the lines of the steps say"))
+    head = f"{'':<11} {'predicted':>11} {'measured':>11}  for {predicted['hardware']}, memory of the fullest rank"
+    return "\n".join([head, *(f"  {name:<9} {was:>11} {one:>11}  {what}" for name, was, one, what in rows)])
+
+
 @final
 class Outcome:
     """Gathers every rank's figures now and then; rank 0 keeps them beside what was predicted."""
@@ -84,8 +134,7 @@ class Outcome:
         self._job = job
         self._device = device
         self._folder = folder
-        self._before = 0 if device.type == "cuda" else before
-        self._what = "reserved" if device.type == "cuda" else "resident, with what Python and gloo took meanwhile"
+        self._before = before
         self._waited, self._step = arrivals.waited_seconds(), step
         self._seconds: list[float] = []
         self._sent: dict[str, float] = {}
@@ -107,33 +156,27 @@ class Outcome:
         if step % EVERY and not last:
             return
         waited = arrivals.waited_seconds()
-        mine = ((waited - self._waited) / max(1, step - self._step), float(peak_memory(self._device) - self._before))
+        memory = MemoryUse.of(self._device, self._before)
+        mine = ((waited - self._waited) / max(1, step - self._step), *map(float, astuple(memory)))
         self._waited, self._step = waited, step
         row = torch.tensor(mine, dtype=torch.float64, device=self._device)
         every = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(every, row)
         if dist.get_rank() == 0:
-            self._write(step, torch.stack(every).tolist())
+            figures: list[list[float]] = torch.stack(every).tolist()
+            memory_of = [MemoryUse(*one[1:]) for one in figures]
+            self._write(step, [one[0] for one in figures], memory_of)
             if last and self._predicted is not None:
-                print(self._compared(max(float(one[1]) for one in every)), flush=True)
+                seconds = median(self._seconds[1:] or self._seconds) if self._seconds else float("nan")
+                print(compared(self._predicted, seconds, MemoryUse.most(memory_of)), flush=True)
 
-    def _write(self, step: int, figures: list[list[float]]) -> None:
+    def _write(self, step: int, waited: list[float], memory: list[MemoryUse]) -> None:
         mesh = self._job.mesh
         row = {
             "step": step,
-            "waited_seconds": [waited for waited, _ in figures],
-            "memory_bytes": [memory for _, memory in figures],
+            "waited_seconds": waited,
+            "memory_bytes": [one.reserved or one.grown for one in memory],
             "coordinates": [mesh.describe(rank) for rank in range(mesh.world_size)],
             "bytes": self._sent,
         }
         write_line(self._folder / "ranks.jsonl", row, "a")
-
-    def _compared(self, memory: float) -> str:
-        """One line for people."""
-        assert self._predicted is not None, "there is nothing to compare with"
-        step = median(self._seconds[1:] or self._seconds) if self._seconds else float("nan")
-        return (
-            f"predicted for {self._predicted['hardware']}: {seconds_text(self._predicted['step_seconds'])} a step, "
-            f"{bytes_text(self._predicted['memory_bytes'])} at most on a rank; "
-            f"measured: {seconds_text(step)}, {bytes_text(memory)} {self._what}"
-        )

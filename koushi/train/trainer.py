@@ -31,6 +31,7 @@ from koushi.train.metrics import (
     StepMetrics,
     TensorBoard,
     forget_after,
+    memory_word,
     peak_memory,
 )
 from koushi.train.outcome import Outcome
@@ -135,7 +136,10 @@ class Trainer:
 
     def _sinks(self, folder: Path) -> list[Sink]:
         config = self.job.config
-        sinks: list[Sink] = [Progress(config.training.steps, sys.stdout), JsonLines(folder / "metrics.jsonl")]
+        sinks: list[Sink] = [
+            Progress(config.training.steps, memory_word(self.device), sys.stdout),
+            JsonLines(folder / "metrics.jsonl"),
+        ]
         if config.metrics.tensorboard:
             sinks.append(TensorBoard(folder / "tensorboard"))
         return sinks

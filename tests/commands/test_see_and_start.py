@@ -64,10 +64,10 @@ def test_mesh_with_the_world_of_a_launcher(capsys: Printed) -> None:
         (["init", DEBUG], f"{DEBUG}: is there already; name a new file, or remove it"),
         (["init", "nowhere/x.yaml"], "nowhere; make it, or name another file"),
         (["init", "x.yaml", "--model", "llama3-9b"], "did you mean llama3-8b?"),
-        (["launch", DEBUG, "--nodes", "2"], "Missing option '--backend'"),
+        (["launch", DEBUG, "--nodes", "2"], "add --backend slurm|kubernetes|torchrun"),
         (
             ["launch", DEBUG, "--nodes", "2", "--backend", "lsf"],
-            "'lsf' is not one of 'slurm', 'kubernetes', 'torchrun'",
+            "there is no lsf; the choices are slurm, kubernetes, torchrun",
         ),
         (["launch", DEBUG, "--nodes", "2", "--backend", "slurm"], "the degrees multiply to 8"),
     ],

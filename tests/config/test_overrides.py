@@ -80,15 +80,19 @@ def test_what_is_not_overridden_stays(run_file: Path) -> None:
             ["--training.stepz", "3"],
             "command line (--training.stepz 3): training.stepz: is not a key of training; did you mean training.steps?",
         ),
-        (["--tp"], "command line (--tp): parallelism.tensor_parallel_degree: has no value; write --tp=value"),
+        (["--tp"], "--tp (parallelism.tensor_parallel_degree): has no value; write --tp=value"),
         (["words"], "command line (words): 'words' is not an override; write section.key=value, or --section.key v"),
         (["=3"], "command line (=3): names no key; write section.key=value, or --section.key value"),
         (["a..b=3"], "command line (a..b=3): names no key; write section.key=value, or --section.key value"),
         (
             ["--tp-size=3"],
-            "command line (--tp-size=3): tp-size: is not a key of a run file; the keys are model, parallelism, "
-            "training, precision, optimizer, lr_schedule, data, validation, metrics, checkpoint, run, debug, --gpus, "
-            "--hardware, --pp, --dp-replicate, --dp-shard, --tp",
+            "command line (--tp-size=3): --tp-size: is not an option; did you mean --tp "
+            "(parallelism.tensor_parallel_degree)?",
+        ),
+        (
+            ["--colour=3"],
+            "command line (--colour=3): --colour: is not an option; the options are --gpus, --hardware, --pp, "
+            "--dp-replicate, --dp-shard, --tp, and --section.key value for the sections model, parallelism, training, ",
         ),
         (
             ["model=llama3-8b"],

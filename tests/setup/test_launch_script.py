@@ -233,7 +233,8 @@ def test_degrees_that_do_not_multiply_to_the_devices_are_refused(
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         cluster.launch(nodes=nodes, devices=devices)
-    assert f"the world has {nodes * devices}; " in str(raised.value)
+    nodes_of = f"{nodes} node{'s' * (nodes > 1)} of {devices}"
+    assert f"the world has {nodes * devices} ({nodes_of}); " in str(raised.value)
     assert str(raised.value).endswith(legal)
 
 

@@ -39,17 +39,17 @@ ROW = StepMetrics(
 
 
 def test_a_progress_line() -> None:
-    assert ROW.line(50) == (
-        "step  7/50  loss 2.3457  grad norm 0.500  lr 1.50e-03  12,346 tokens/s  memory 3.00 MiB  left 1m26s"
+    assert ROW.line(50, "resident") == (
+        "step  7/50  loss 2.3457  grad norm 0.500  lr 1.50e-03  12,346 tokens/s  resident 3.00 MiB  left 1m26s"
     )
 
 
 def test_utilisation_is_shown_where_it_is_known() -> None:
-    assert "tokens/s  mfu 41.2%  memory" in replace(ROW, mfu=0.412).line(50)
+    assert "tokens/s  mfu 41.2%  reserved" in replace(ROW, mfu=0.412).line(50, "reserved")
 
 
 def test_the_last_line_has_nothing_left() -> None:
-    last = replace(ROW, step=50, left_seconds=0.0).line(50)
+    last = replace(ROW, step=50, left_seconds=0.0).line(50, "resident")
     assert last.startswith("step 50/50  ")
     assert last.endswith("left 0.0s")
 
@@ -74,10 +74,10 @@ def test_progress_goes_out_line_by_line() -> None:
             self.flushed += 1
 
     out = Out()
-    progress = Progress(50, out)
+    progress = Progress(50, "resident", out)
     progress.step(ROW)
     progress.validation(7, 1.98766)
-    assert out.getvalue().splitlines() == [ROW.line(50), "step 7  validation loss 1.9877"]
+    assert out.getvalue().splitlines() == [ROW.line(50, "resident"), "step 7  validation loss 1.9877"]
     assert out.flushed >= 2
 
 

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_file, tiny_job
 
 from koushi.hardware.hardware import load
-from koushi.train.outcome import assumed_hardware, predicted
+from koushi.train.outcome import MemoryUse, assumed_hardware, compared, predicted
+from koushi.units import bytes_text
 
 
 def test_a_run_is_held_against_its_plan(tmp_path: Path) -> None:
@@ -31,7 +33,13 @@ def test_a_run_is_held_against_its_plan(tmp_path: Path) -> None:
     assert row["coordinates"] == ["dp_shard=0", "dp_shard=1"]
     assert all(0 < waited < 60 for waited in row["waited_seconds"]), "both ranks waited for each other"
     assert all(memory > 0 for memory in row["memory_bytes"])
-    assert f"predicted for cpu: {said['step_seconds']:.1f}s a step" in found.stdout
+    lines = [line.split() for line in found.stdout.splitlines()]
+    assert ["predicted", "measured", "for", "cpu,", "memory", "of", "the", "fullest", "rank"] in lines
+    step, device, resident = lines[-4:-1]
+    assert step[:2] == ["step", f"{said['step_seconds']:.1f}s"]
+    assert device[:3] == ["device", *bytes_text(said["device_bytes"]).split()]
+    assert device[3:5] == bytes_text(max(row["memory_bytes"])).split()
+    assert resident[0] == "resident" and float(resident[1]) > float(device[3])
     assert "collectives" in found.stdout and "as predicted" in found.stdout
 
 
@@ -47,3 +55,21 @@ def test_ranks_that_share_a_core_take_longer(tmp_path: Path) -> None:
     once, twice = (predicted(job, load("cpu"), crowding) for crowding in (1.0, 2.0))
     assert twice["step_seconds"] == pytest.approx(2 * once["step_seconds"])
     assert twice["bytes"] == once["bytes"]
+
+
+def test_a_gpu_is_told_in_the_three_figures_of_a_plan(tmp_path: Path) -> None:
+    said = predicted(tiny_job(tmp_path), load("h100"))
+    assert 0 < said["active_bytes"] <= said["memory_bytes"] < said["device_bytes"]
+    ranks = [MemoryUse(active=3 << 30, reserved=4 << 30, device=5 << 30), MemoryUse(active=2 << 30, reserved=6 << 30)]
+    lines = compared(said, 2.0, MemoryUse.most(ranks)).splitlines()
+    assert [line.split()[0] for line in lines] == ["predicted", "step", "active", "reserved", "device"]
+    for line, key, measured in zip(lines[2:], ("active_bytes", "memory_bytes", "device_bytes"), (3, 6, 5), strict=True):
+        assert line.split()[1:5] == [*bytes_text(said[key]).split(), f"{measured}.00", "GiB"]
+
+
+def test_a_cpu_is_told_what_the_process_took(tmp_path: Path) -> None:
+    found = MemoryUse.of(torch.device("cpu"), before=1000)
+    assert found.resident - found.grown == 1000 and not (found.active or found.reserved or found.device)
+    lines = compared(predicted(tiny_job(tmp_path), load("cpu")), 2.0, found).splitlines()
+    assert [line.split()[0] for line in lines] == ["predicted", "step", "device", "resident"]
+    assert bytes_text(found.grown) in lines[2] and bytes_text(found.resident) in lines[3]
