@@ -220,7 +220,7 @@ def most_of_rank(
             found[key] = Most(highest, max(compute, most.compute), max(shards, most.shards), one, place)
         elif compute > most.compute or shards > most.shards:
             found[key] = most._replace(compute=max(compute, most.compute), shards=max(shards, most.shards))
-    return tuple(found.values())
+    return tuple(sorted(found.values(), key=lambda most: most.situation.reduced))
 
 
 def _at_most(stage: Stage, situation: Situation) -> tuple[int, int, int]:
@@ -310,8 +310,9 @@ class _Rank:
 
     def _unsharded(self, reduced: Sequence[int]) -> int:
         """Bytes of gathered parameters: of the stages that are not done, and of no more than torch's runtime keeps."""
-        there = (one.count - done for one, done in zip(self._stages, reduced, strict=True))
-        sizes = [size for size, count in zip(self._gathered, there, strict=True) for _ in range(count)]
+        sizes: list[int] = []
+        for size, one, done in zip(self._gathered, self._stages, reduced, strict=True):
+            sizes += [size] * min(one.count - done, MOST_UNSHARDED)
         return sum(sorted(sizes)[-MOST_UNSHARDED:])
 
     def _gathering(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from koushi.hardware.collective import collective_seconds, span
 from koushi.hardware.hardware import Hardware
@@ -24,8 +24,12 @@ class StageWork:
     inputs: float
     """With what is recomputed."""
     weights: float
-    parts: Mapping[str, float]
-    """Forward and backward together, by part of the waterfall."""
+    phases: Phases
+
+    @cached_property
+    def parts(self) -> Mapping[str, float]:
+        """Forward and backward together, by part of the waterfall."""
+        return _parts(self.phases)
 
 
 @lru_cache(maxsize=16384)
@@ -35,12 +39,8 @@ def _stage(hardware: Hardware, key: Workload, layers: int, first: bool, last: bo
     for present, end in zip((first, last), ends(hardware, key), strict=True):
         if present:
             forward, inputs, weights = forward + end.forward, inputs + end.inputs, weights + end.weights
-    return StageWork(
-        forward.seconds,
-        (inputs + again).seconds,
-        weights.seconds,
-        _parts(Phases(forward, inputs, weights, again)),
-    )
+    phases = Phases(forward, inputs, weights, again)
+    return StageWork(forward.seconds, (inputs + again).seconds, weights.seconds, phases)
 
 
 def _parts(phases: Phases) -> Mapping[str, float]:
@@ -56,6 +56,12 @@ def _parts(phases: Phases) -> Mapping[str, float]:
         "launch overhead": max(0.0, phases.forward.seconds + backward - device),
         "exposed tp": once.communication,
     }
+
+
+def stage_work(workload: Workload, hardware: Hardware, stage: int) -> StageWork:
+    """Of one stage."""
+    final = len(workload.stage_layers) - 1
+    return _stage(hardware, key_of(workload), workload.stage_layers[stage], stage == 0, stage == final)
 
 
 @lru_cache(maxsize=4096)
