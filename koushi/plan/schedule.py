@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
-from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from koushi.schedules import rank_of_stage, stages_of_rank
@@ -302,17 +301,17 @@ def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
             left -= head - heads[rank]
             heads[rank] = head
         assert left < before, f"{schedule} over {pp} ranks with {microbatches} microbatches waits for itself"
-    leaves = tuple(_leaves(schedule, pp, n_stages, kind, stage) for stage in range(n_stages) for kind in KINDS)
-    work = (Counter(map(itemgetter(0, 1), order)).items() for order in orders)
-    places = tuple(tuple((stage * len(KINDS) + _PLACES[kind], n) for (kind, stage), n in each) for each in work)
-    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), places, leaves)
+    holders = [rank_of_stage(schedule, pp, n_stages, stage) for stage in range(n_stages)]
+    work: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
+    for cost, times in Counter(costs).items():
+        work[holders[cost // len(KINDS)]].append((cost, times))
+    leaves = tuple(_leaves(holders, kind, stage) for stage in range(n_stages) for kind in KINDS)
+    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), tuple(map(tuple, work)), leaves)
 
 
-def _leaves(schedule: str, pp: int, n_stages: int, kind: Kind, stage: int) -> bool:
+def _leaves(holders: Sequence[int], kind: Kind, stage: int) -> bool:
     target = stage + 1 if kind == "F" else stage - 1
-    if kind == "W" or not 0 <= target < n_stages:
-        return False
-    return rank_of_stage(schedule, pp, n_stages, stage) != rank_of_stage(schedule, pp, n_stages, target)
+    return kind != "W" and 0 <= target < len(holders) and holders[target] != holders[stage]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 from koushi.hardware.collective import collective_seconds, span
 from koushi.hardware.hardware import Hardware
@@ -14,6 +15,8 @@ from koushi.plan.units import units_of
 from koushi.plan.work import Phases, block, ends, key_of
 from koushi.plan.workload import Workload
 from koushi.traffic import DTYPE_BYTES
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,37 +67,47 @@ def stage_work(workload: Workload, hardware: Hardware, stage: int) -> StageWork:
     return _stage(hardware, key_of(workload), workload.stage_layers[stage], stage == 0, stage == final)
 
 
+def _of_every_stage(workload: Workload, of: Callable[[int], T]) -> tuple[T, ...]:
+    """What ``of`` gives, asked once for stages that are alike."""
+    final = len(workload.stage_layers) - 1
+    made: dict[tuple[int, bool, bool], T] = {}
+    found = []
+    for index, layers in enumerate(workload.stage_layers):
+        kind = (layers, index == 0, index == final)
+        if kind not in made:
+            made[kind] = of(index)
+        found.append(made[kind])
+    return tuple(found)
+
+
 @lru_cache(maxsize=4096)
 def stages_work(workload: Workload, hardware: Hardware) -> tuple[StageWork, ...]:
     """Of every stage."""
-    key, final = key_of(workload), len(workload.stage_layers) - 1
-    kinds = [(layers, index == 0, index == final) for index, layers in enumerate(workload.stage_layers)]
-    made = {kind: _stage(hardware, key, *kind) for kind in set(kinds)}
-    return tuple(made[kind] for kind in kinds)
+    return _of_every_stage(workload, lambda index: stage_work(workload, hardware, index))
 
 
 @lru_cache(maxsize=4096)
 def stage_costs(workload: Workload, hardware: Hardware) -> tuple[StageSeconds, ...]:
     """What the actions of every stage take."""
-    return tuple(
-        StageSeconds(work.forward, work.inputs, work.weights + more, work.inputs + work.weights + more)
-        for work, more in zip(stages_work(workload, hardware), accumulation(workload, hardware), strict=True)
-    )
+
+    def of(index: int) -> StageSeconds:
+        work, more = stage_work(workload, hardware, index), _adding(workload, hardware, index)
+        return StageSeconds(work.forward, work.inputs, work.weights + more, work.inputs + work.weights + more)
+
+    return _of_every_stage(workload, of)
 
 
 def accumulation(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
     """Of every stage: adding a microbatch's gradients to those before, where they are kept whole."""
+    return _of_every_stage(workload, lambda index: _adding(workload, hardware, index))
+
+
+def _adding(workload: Workload, hardware: Hardware, index: int) -> float:
     kept_whole = workload.system.sharding != "fsdp" or workload.mesh.degree("pp") > 1
     if workload.microbatches == 1 or not kept_whole:
-        return (0.0,) * len(workload.stage_layers)
+        return 0.0
     moved = DTYPE_BYTES[workload.compute] + 2 * DTYPE_BYTES[workload.reduce]
-    final = len(workload.stage_layers) - 1
-    kinds = [(layers, index == 0, index == final) for index, layers in enumerate(workload.stage_layers)]
-    made = {
-        kind: streaming_seconds(hardware.chip, units_of(workload, kinds.index(kind)).total.whole * moved, 0)
-        for kind in set(kinds)
-    }
-    return tuple(made[kind] for kind in kinds)
+    return streaming_seconds(hardware.chip, units_of(workload, index).total.whole * moved, 0)
 
 
 def pipeline(workload: Workload, hardware: Hardware, *, sending: bool = True) -> Timeline:
