@@ -212,8 +212,8 @@ def unshard(workload: Workload, unit: Unit, phase: Phase) -> Traffic:
     """The gather of one unit's parameters: nothing in a group of one."""
     if workload.mesh.degree("dp_shard") == 1 or workload.system.sharding != "fsdp":
         return Counter()
-    block = unit.tensors == units_of(workload, 0).block.tensors
-    dtype = "float8" if workload.system.gathers_float8 and block else workload.compute
+    float8 = workload.system.gathers_float8 and unit.tensors == units_of(workload, 0).block.tensors
+    dtype = "float8" if float8 else workload.compute
     return Counter({Collective("dp_shard", "all_gather", phase, dtype, unit.padded * DTYPE_BYTES[dtype]): 1})
 
 

@@ -11,7 +11,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.hardware.matmul import streaming_seconds
 from koushi.mesh import MeshSpec
 from koushi.plan.communication import end_of_step, reduction, replicas, start_of_step, unshard
-from koushi.plan.stage_time import stages_work
+from koushi.plan.stage_time import stage_work, stages_work
 from koushi.plan.units import StageUnits, Unit, held_stages, units_of
 from koushi.plan.unshard import unshards
 from koushi.plan.work import block, key_of
@@ -108,18 +108,26 @@ def _calls(workload: Workload, hardware: Hardware, units: StageUnits) -> tuple[_
 def _fully_sharded(workload: Workload, hardware: Hardware, pp: int) -> tuple[dict[str, float], float]:
     """Gathers and reductions of FSDP units, and the compute that they slow down."""
     sharded = copied = slowed = 0.0
-    remembered: dict[StageUnits, tuple[_Calls, _Calls]] = {}
+    last, pipelined = len(workload.stage_layers) - 1, workload.mesh.degree("pp") > 1
+    made: dict[tuple[int, bool, bool, int], tuple[float, float, float]] = {}
     for stage in held_stages(workload, pp):
-        units = units_of(workload, stage)
-        if units not in remembered:
-            remembered[units] = _calls(workload, hardware, units)
-        calls, ends = remembered[units]
-        once = _pipelined if workload.mesh.degree("pp") > 1 else _alone
-        exposed, replicas_exposed, lost = once(workload, hardware, stage, units.blocks, calls, ends)
+        gathers = unshards(workload, stage) if pipelined else 1
+        kind = (workload.stage_layers[stage], stage == 0, stage == last, gathers)
+        if kind not in made:
+            made[kind] = _of_stage(workload, hardware, stage)
+        exposed, replicas_exposed, lost = made[kind]
         sharded += exposed
         copied += replicas_exposed
-        slowed += lost + _staging(workload, hardware, units.total)
+        slowed += lost
     return {"exposed dp_shard": sharded, "exposed dp_replicate": copied}, slowed
+
+
+def _of_stage(workload: Workload, hardware: Hardware, stage: int) -> tuple[float, float, float]:
+    """Of a stage: what dp_shard exposes, what dp_replicate does, and the compute that they slow down."""
+    units = units_of(workload, stage)
+    once = _pipelined if workload.mesh.degree("pp") > 1 else _alone
+    exposed, replicas_exposed, lost = once(workload, hardware, stage, units.blocks, *_calls(workload, hardware, units))
+    return exposed, replicas_exposed, lost + _staging(workload, hardware, units.total)
 
 
 def _alone(
@@ -143,7 +151,7 @@ def _pipelined(
 ) -> tuple[float, float, float]:
     """A stage is gathered before its first forward and reduced after its last backward; gathers that follow because
     too many stages take turns run beside the others' compute."""
-    gather, work = blocks * calls.gather + ends.gather, stages_work(workload, hardware)[stage]
+    gather, work = blocks * calls.gather + ends.gather, stage_work(workload, hardware, stage)
     later = (unshards(workload, stage) - 1) * gather
     exposed, lost = _hidden(later, workload.microbatches * (work.forward + work.inputs + work.weights))
     exposed += gather + blocks * calls.reduce + ends.reduce

@@ -8,18 +8,17 @@ hundred.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import compress, groupby
-from operator import add, itemgetter, mul, sub
+from operator import add, mul
 from typing import NamedTuple
 
 from koushi.plan.communication import exchanges_table, table_shard
 from koushi.plan.lifetimes import Half
 from koushi.plan.operations import Device
 from koushi.plan.pipelined import adds_late, backward, buffer_bytes, forward, reduction
-from koushi.plan.situations import ALIKE, COUNTED, Habits, Situation, situations_of_rank
+from koushi.plan.situations import ACTION, COUNTED, Habits, Situation, situations_of_rank
 from koushi.plan.spans import (
     ACTIVATIONS,
     GRADIENTS,
@@ -63,6 +62,8 @@ def counted_bytes(stage: Stage, sent: int) -> tuple[Bytes, ...]:
     )
 
 
+OWN_STREAM = STREAMS.index(GRADIENTS)
+"""Of gradients' shards among a span's streams."""
 _HALVES: dict[str, Half | None] = {"B": None, "I": "inputs", "W": "weights"}
 
 
@@ -102,8 +103,8 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
         (workload.schedule, mesh.degree("pp"), len(workload.stage_layers), workload.microbatches),
         pp,
         Habits(most_sent, gloo or not splits_backward(workload), adds_late(stages[0].stage)),
-        _kinds(workload.stage_layers, turn(workload)),
-        tuple((one.kind, one.stage, stays) for one, stays in zip(stages, sent, strict=True)),
+        own_kinds(workload, pp)[0],
+        tuple((one.stage, stays) for one, stays in zip(stages, sent, strict=True)),
     )
     rank = _Rank(stages, sent, mesh.degree("dp_shard"), mesh.degree("dp_replicate"))
     buffers = sum(one.count * buffer_bytes(workload, one.stage) for one in stages)
@@ -117,7 +118,6 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
 class Alike:
     """Those of a rank's stages that are alike."""
 
-    kind: int
     index: int
     """Of the first of them."""
     stage: Stage
@@ -126,21 +126,34 @@ class Alike:
 
 def alike_stages(workload: Workload, pp: int, device: Device) -> tuple[Alike, ...]:
     """The stages of the rank at pipeline coordinate ``pp``, by kind."""
-    return tuple(
-        Alike(kind, index, stage_of(workload, index, device), count)
-        for kind, index, count in _held_kinds(
-            workload.schedule, workload.mesh.degree("pp"), _kinds(workload.stage_layers, turn(workload)), pp
-        )
-    )
+    _, held = own_kinds(workload, pp)
+    return tuple(Alike(index, stage_of(workload, index, device), count) for index, count in held)
+
+
+def own_kinds(workload: Workload, pp: int) -> _OwnKinds:
+    """Of the rank at pipeline coordinate ``pp``."""
+    kinds = _kinds(workload.stage_layers, turn(workload))
+    return _own_kinds(workload.schedule, workload.mesh.degree("pp"), kinds, pp)
+
+
+class _OwnKinds(NamedTuple):
+    """The kinds of stages that a rank holds."""
+
+    by_stage: tuple[int, ...]
+    """Of every stage of the model, numbered from 0 as they come; -1 where others hold it."""
+    held: tuple[tuple[int, int], ...]
+    """Of every kind: the first index, and how many the rank holds."""
 
 
 @lru_cache(maxsize=65536)
-def _held_kinds(schedule: str, degree: int, kinds: tuple[int, ...], pp: int) -> tuple[tuple[int, int, int], ...]:
-    """Kind, first index and count of the stages at pipeline coordinate ``pp``."""
+def _own_kinds(schedule: str, degree: int, kinds: tuple[int, ...], pp: int) -> _OwnKinds:
     held = stages_of_rank(schedule, degree, len(kinds), pp) if degree > 1 else tuple(range(len(kinds)))
     counts = Counter(kinds[index] for index in held)
-    first = {kinds[index]: index for index in reversed(held)}
-    return tuple((kind, first[kind], count) for kind, count in counts.items())
+    numbers = {kind: number for number, kind in enumerate(counts)}
+    by_stage = [-1] * len(kinds)
+    for index in held:
+        by_stage[index] = numbers[kinds[index]]
+    return _OwnKinds(tuple(by_stage), tuple((by_stage.index(numbers[kind]), count) for kind, count in counts.items()))
 
 
 @lru_cache(maxsize=4096)
@@ -170,19 +183,6 @@ class Most(NamedTuple):
     place: int
     """Of that one among all."""
 
-    def begun(self, span: Span) -> Most:
-        """With what an action makes."""
-        return self._replace(
-            highest=self.highest + span.highest,
-            compute=self.compute + span.compute_highest,
-            shards=self.shards + span.stream_highest[STREAMS.index(GRADIENTS)],
-        )
-
-    def __or__(self, later: Most) -> Most:
-        """Of situations that come ``later`` too."""
-        higher = later if later.highest > self.highest else self
-        return higher._replace(compute=max(self.compute, later.compute), shards=max(self.shards, later.shards))
-
 
 @lru_cache(maxsize=4096)
 def most_of_rank(
@@ -190,88 +190,84 @@ def most_of_rank(
     coordinate: int,
     habits: Habits,
     kinds: tuple[int, ...],
-    stages: tuple[tuple[int, Stage, int], ...],
+    stages: tuple[tuple[Stage, int], ...],
 ) -> tuple[Most, ...]:
     """Of the situations of the rank at ``coordinate``: one for every reduction, and one for all other actions while
     as many stages are done.
 
-    ``shape``: schedule, pp, stages and microbatches. ``stages``: the rank's kinds of stages, an example of each and
-    what stays of a microbatch that it sends on.
+    ``shape``: schedule, pp, stages and microbatches. ``stages``: of each of the rank's ``kinds`` an example, and what
+    stays of a microbatch that it sends on.
     """
-    examples = {kind: stage for kind, stage, _ in stages}
-    sizes = _Sizes({kind: counted_bytes(stage, sent) for kind, stage, sent in stages}, max(kinds) + 1)
+    by_kind = [counted_bytes(*one) for one in stages]
+    counted = [one[what] for what in COUNTED for one in by_kind]
+    sizes, of_shards = [sum(one) for one in counted], [one[GRADIENTS] for one in counted]
+    any_shards = any(of_shards)
+    spans: dict[tuple[object, ...], tuple[int, int, int]] = {}
     found: dict[tuple[object, ...], Most] = {}
-    every = situations_of_rank(*shape, coordinate, habits, kinds)
-    for place, (_, alike) in enumerate(groupby(every, key=itemgetter(*range(ALIKE)))):
-        most = sizes.most(list(alike), place)
-        one = most.situation
-        if one.step == "R":
-            found[one.reduced, place] = most
-        else:
-            most, before = most.begun(action_span(examples[one.kind], one)), found.get(one.reduced)
-            found[one.reduced] = before | most if before else most
-    return tuple(found.values())
+    for place, one in enumerate(situations_of_rank(*shape, coordinate, habits, kinds)):
+        action = one[:ACTION]
+        if action not in spans:
+            spans[action] = _at_most(stages[one.kind][0], one)
+        highest, compute, shards = spans[action]
+        total = sum(map(mul, one.counts, sizes))
+        own = sum(map(mul, one.counts, of_shards)) if any_shards else 0
+        highest, compute, shards = highest + total, compute + total - own, shards + own
+        key = (one.reduced, place) if one.step == "R" else one.reduced
+        most = found.get(key)
+        if most is None:
+            found[key] = Most(highest, compute, shards, one, place)
+        elif highest > most.highest:
+            found[key] = Most(highest, max(compute, most.compute), max(shards, most.shards), one, place)
+        elif compute > most.compute or shards > most.shards:
+            found[key] = most._replace(compute=max(compute, most.compute), shards=max(shards, most.shards))
+    return tuple(sorted(found.values(), key=lambda most: most.situation.reduced))
 
 
-class _Sizes:
-    """Bytes of each that is counted in a situation."""
-
-    def __init__(self, by_kind: Mapping[int, tuple[Bytes, ...]], kinds: int):
-        nothing = (NOTHING,) * len(COUNTED)
-        each = [by_kind.get(kind, nothing)[what] for what in COUNTED for kind in range(kinds)]
-        totals = [sum(one) for one in each]
-        self._held = [bool(total) for total in totals]  # most columns are of kinds that others hold
-        self._totals = list(compress(totals, self._held))
-        self._shards = [one[GRADIENTS] for one in compress(each, self._held)]
-
-    def most(self, alike: Sequence[Situation], place: int) -> Most:
-        """Of situations that differ in counts only."""
-        counts = [tuple(compress(one.counts, self._held)) for one in alike]
-        totals = [sum(map(mul, each, self._totals)) for each in counts]
-        highest = compute = max(totals)
-        shards = 0
-        if any(self._shards):
-            of_shards = [sum(map(mul, each, self._shards)) for each in counts]
-            compute, shards = max(map(sub, totals, of_shards)), max(of_shards)
-        return Most(highest, compute, shards, alike[totals.index(highest)], place)
+def _at_most(stage: Stage, situation: Situation) -> tuple[int, int, int]:
+    """Bytes that the action makes: at the highest, of all but gradients' shards, of these."""
+    if situation.step == "R":
+        return 0, 0, 0
+    span = action_span(stage, situation)
+    return span.highest, span.compute_highest, span.stream_highest[OWN_STREAM]
 
 
 class _Rank:
     """A rank's stages by kind, and what data parallel's degrees decide of what they hold."""
 
     def __init__(self, stages: Sequence[Alike], sent: Sequence[int], shards: int, replicas: int):
-        self._sent = dict(zip(stages, sent, strict=True))
-        self._by_kind = {one.kind: one for one in stages}
+        self._stages, self._sent = stages, sent
         self._shards, self._replicas = shards, replicas
-        self._gathered: dict[int, int] = {}
+        self._gathered: list[int] = []
         """Bytes of a stage's parameters as they are gathered."""
-        self._reduced: dict[int, int] = {}
+        self._reduced: list[int] = []
         """Bytes of its gradients once they are reduced."""
         for one in stages:
             stage, padded = one.stage, one.stage.units(shards).total.padded
-            self._gathered[one.kind] = padded * stage.compute if stage.fsdp else 0
+            self._gathered.append(padded * stage.compute if stage.fsdp else 0)
             own = padded // shards * stage.master
-            self._reduced[one.kind] = own if stage.fsdp else whole_gradients(stage)[GRADIENTS]
+            self._reduced.append(own if stage.fsdp else whole_gradients(stage)[GRADIENTS])
 
     def fullest(self, every: Sequence[Most], buffers: int) -> Span:
         """A span with the peak of the fullest situation, and the peaks of the streams over all of them."""
-        best: tuple[int, int, Most] | None = None
+        best: tuple[int, int, Situation] | None = None
         compute_highest = shards_highest = 0
-        done_with: dict[tuple[int, ...], tuple[int, int]] = {}
-        for most in every:
-            reduced = most.situation.reduced
-            if reduced not in done_with:
-                done_with[reduced] = self._done_with(reduced), self._unsharded(reduced)
-            done, unsharded = done_with[reduced]
-            begun = most.begun(self._span(most.situation)) if most.situation.step == "R" else most
-            compute_highest = max(compute_highest, begun.compute + unsharded)
-            shards_highest = max(shards_highest, begun.shards + done)
-            rank = (begun.highest + done + unsharded, -most.place)
-            if best is None or rank > best[:2]:
-                best = (*rank, most)
+        stages_done: tuple[int, ...] | None = None
+        for highest, compute, shards, situation, place in every:
+            if situation.reduced != stages_done:
+                stages_done = situation.reduced
+                done, gathered = self._done_with(stages_done), self._unsharded(stages_done)
+            if situation.step == "R":
+                span = self._span(situation)
+                highest, compute = highest + span.highest, compute + span.compute_highest
+                shards += span.stream_highest[OWN_STREAM]
+            compute_highest = max(compute_highest, compute + gathered)
+            shards_highest = max(shards_highest, shards + done)
+            highest += done + gathered
+            if best is None or (highest, -place) > best[:2]:
+                best = highest, -place, situation
         assert best is not None, "a schedule has actions"
-        highest, _, most = best
-        situation, streams = most.situation, (shards_highest, self._gathering())
+        highest, _, situation = best
+        streams = (shards_highest, self._gathering())
         flying = f"{situation.in_flight} microbatch{'' if situation.in_flight == 1 else 'es'} in flight"
         where = f"stage {situation.stage} {self._span(situation).moment}, with {flying}"
         peak = self._peak(situation, buffers)
@@ -279,7 +275,7 @@ class _Rank:
 
     def _span(self, situation: Situation) -> Span:
         """Of the action that ``situation`` begins."""
-        stage = self._by_kind[situation.kind].stage
+        stage = self._stages[situation.kind].stage
         if situation.step == "R":
             return reduction(stage, self._shards, self._replicas, situation.first, situation.late)
         return action_span(stage, situation)
@@ -290,16 +286,16 @@ class _Rank:
         peak[PIPELINE_BUFFERS] += buffers
         peak[UNSHARDED_PARAMETERS] += self._unsharded(situation.reduced)
         peak[GRADIENTS] += self._done_with(situation.reduced)
-        many = len(situation.reduced)
-        for one, sent in self._sent.items():
-            for what, each in enumerate(counted_bytes(one.stage, sent)):
-                count = situation.counts[what * many + one.kind]
+        by_kind = [counted_bytes(one.stage, sent) for one, sent in zip(self._stages, self._sent, strict=True)]
+        counted = (one[what] for what in COUNTED for one in by_kind)
+        for each, count in zip(counted, situation.counts, strict=True):
+            if count:
                 peak = [there + count * more for there, more in zip(peak, each, strict=True)]
         return tuple(peak)
 
     def exchange(self, before: Span, buffers: int) -> Span:
         """``before``, or the end of the step if that is fuller; ``buffers``: with the tied table's other gradient."""
-        gradients = sum(self._reduced[kind] * one.count for kind, one in self._by_kind.items())
+        gradients = self._done_with([one.count for one in self._stages])
         highest = gradients + buffers
         if highest <= before.highest:
             return before
@@ -310,19 +306,20 @@ class _Rank:
 
     def _done_with(self, reduced: Sequence[int]) -> int:
         """Bytes of the gradients of so many stages of each kind, once they are reduced."""
-        return sum(reduced[kind] * own for kind, own in self._reduced.items())
+        return sum(map(mul, reduced, self._reduced))
 
     def _unsharded(self, reduced: Sequence[int]) -> int:
         """Bytes of gathered parameters: of the stages that are not done, and of no more than torch's runtime keeps."""
-        there = [(self._gathered[kind], one.count - reduced[kind]) for kind, one in self._by_kind.items()]
-        sizes = sorted(size for size, count in there for _ in range(min(count, MOST_UNSHARDED)))
-        return sum(sizes[-MOST_UNSHARDED:])
+        sizes: list[int] = []
+        for size, one, done in zip(self._gathered, self._stages, reduced, strict=True):
+            sizes += [size] * min(one.count - done, MOST_UNSHARDED)
+        return sum(sorted(sizes)[-MOST_UNSHARDED:])
 
     def _gathering(self) -> int:
         """Bytes of the buffers that the largest units are gathered in, one after the other."""
         sizes = (
             2 * unit.padded * one.stage.compute
-            for one in self._by_kind.values()
+            for one in self._stages
             if one.stage.fsdp and self._shards > 1
             for unit, _ in one.stage.units(self._shards).all
         )

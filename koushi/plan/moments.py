@@ -53,6 +53,9 @@ class Counts(NamedTuple):
         return self.layers * layer + self.first * first + self.middle * middle + self.last * last
 
 
+NO_COUNTS, ONE_MIDDLE = Counts(), Counts(middle=1)
+
+
 class AtMoment(NamedTuple):
     """What a rank holds as a backward begins."""
 
@@ -156,22 +159,24 @@ def share(n_layers: int, pipeline: Pipeline, microbatches: int, rank: int) -> Sh
     every = stages.among(stages.down[-1], per_rank)
     if v_shaped:
         found = [
-            AtMoment(_on_a_v(stages, down, up), Counts(), *(every if adding else Counts(),) * 2, Counts())
+            AtMoment(_on_a_v(stages, down, up), NO_COUNTS, *(every if adding else NO_COUNTS,) * 2, NO_COUNTS)
             for down, up, adding in v_moments(pp, microbatches, rank)
         ]
     else:
         each = per_round(schedule, pp, per_rank, microbatches)
         found = [
-            AtMoment(
-                _kept(stages, moment, each),
-                _halves(stages, moment, each),
-                _adding(stages, moment, each, microbatches),
-                _adding(stages, _added_up(moment, each), each, microbatches),
-                _acting(stages, moment, each),
-            )
+            _at_moment(stages, moment, each, microbatches)
             for moment in moments(schedule, pp, per_rank, microbatches, rank)
         ]
     return Share(every, _largest(stages), tuple(found))
+
+
+def _at_moment(stages: _Stages, moment: Moment, each: int, microbatches: int) -> AtMoment:
+    begun, added_up = _adding(stages, moment, each, microbatches), _added_up(moment, each)
+    summed = begun if added_up == moment else _adding(stages, added_up, each, microbatches)
+    return AtMoment(
+        _kept(stages, moment, each), _halves(stages, moment, each), begun, summed, _acting(stages, moment, each)
+    )
 
 
 def _largest(stages: _Stages) -> tuple[Counts, ...]:
@@ -201,6 +206,8 @@ def _kept(stages: _Stages, moment: Moment, each: int) -> Counts:
 def _halves(stages: _Stages, moment: Moment, each: int) -> Counts:
     """The first stage goes backward once, for the weights, and makes nothing before."""
     _, backwards, freed = moment
+    if backwards == freed:
+        return NO_COUNTS
     per_rank = len(stages.layers)
     at_first, at_last = (
         _at_turn(turn, backwards, per_rank, each) - _at_turn(turn, freed, per_rank, each) for turn in (per_rank - 1, 0)
@@ -213,6 +220,8 @@ def _halves(stages: _Stages, moment: Moment, each: int) -> Counts:
 def _adding(stages: _Stages, moment: Moment, each: int, microbatches: int) -> Counts:
     """Of stages that have begun to add up gradients, without those that are done: these hold shards only."""
     per_rank = len(stages.layers)
+    if not moment.freed:
+        return NO_COUNTS
     begun = min(per_rank, -(-moment.freed // each))
     done = min(begun, moment.backwards // each if each == microbatches else 0)
     first, last = int(begun == per_rank) * stages.first, int(done == 0 < begun) * stages.last
@@ -223,7 +232,7 @@ def _acting(stages: _Stages, moment: Moment, each: int) -> Counts:
     per_rank = len(stages.layers)
     stage = per_rank - 1 - moment.backwards // each % per_rank
     is_end = (stages.first and stage == 0) or (stages.last and stage == per_rank - 1)
-    return Counts() if is_end or not stages.layers[stage] else Counts(middle=1)
+    return NO_COUNTS if is_end or not stages.layers[stage] else ONE_MIDDLE
 
 
 def _added_up(moment: Moment, each: int) -> Moment:

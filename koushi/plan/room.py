@@ -15,7 +15,7 @@ from koushi.plan.layouts import Layout, Pipeline, Split, mesh_of
 from koushi.plan.moments import Family, fewest_in_flight, fewest_layers, share
 from koushi.plan.operations import Device
 from koushi.plan.pipelined import backward, buffer_bytes, forward
-from koushi.plan.stages import stage_of
+from koushi.plan.stages import Stage, stage_of
 from koushi.plan.units import units_of
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Recompute, Workload
@@ -29,15 +29,21 @@ class _Kinds:
 
     kept: tuple[int, int, int, int]
     """Of a microbatch, for backward: a block; what the first, a middle and the last stage have besides."""
+    whole: tuple[int, int, int, int]
+    """Elements of parameters after tensor parallel's cut, in the same way."""
+    buffers: tuple[int, int, int]
+    """Of a microbatch's messages to come: of the first, a middle and the last stage."""
+
+
+@dataclass(frozen=True)
+class _Backwards:
+    """What backwards make of stages as in ``_Kinds``; most of what is too large is seen to be without."""
+
     half: tuple[int, int, int, int]
     """What there is besides once the first half of a split backward is done, with all that a stage keeps beside its
     blocks; the first stage has no such half."""
-    whole: tuple[int, int, int, int]
-    """Elements of parameters after tensor parallel's cut, in the same way."""
     acts: tuple[int, int]
     """What a middle stage's backward makes at least: a whole one, the first half of a split one."""
-    buffers: tuple[int, int, int]
-    """Of a microbatch's messages to come: of the first, a middle and the last stage."""
 
 
 class Room:
@@ -48,6 +54,7 @@ class Room:
         self.hardware = hardware
         self.device: Device = "cpu" if hardware.name == "cpu" else "gpu"
         self._kinds: dict[tuple[object, ...], _Kinds] = {}
+        self._backwards: dict[tuple[object, ...], _Backwards] = {}
         self._ranks: dict[tuple[Split, Recompute, Pipeline, bool], tuple[tuple[float, float], ...]] = {}
         self._elements: dict[int, int] = {}
         self._runtime: dict[tuple[bool, ...], int] = {}
@@ -73,7 +80,7 @@ class Room:
         if split.pp == 1:
             states, other = self._alone(split, kinds, reshards=True)
         elif family == "v-shaped":
-            states, other = self._rank(split, kinds, Pipeline(split.pp, "ZBVZeroBubble", 2), 1)
+            states, other = self._rank(split, recompute, Pipeline(split.pp, "ZBVZeroBubble", 2), 1)
         else:
             held = fewest_layers(layers, split.pp)
             gathered = min(held, MOST_UNSHARDED) * kinds.whole[0] if split.data_parallel > 1 else 0
@@ -94,20 +101,20 @@ class Room:
         key = (split, layout.recompute, layout.pipeline, layout.reshard_after_forward)
         found = self._ranks.get(key)
         if found is None:
-            kinds = self._kinds_of(split, layout.recompute)
             if split.pp == 1:
+                kinds = self._kinds_of(split, layout.recompute)
                 found = (self._alone(split, kinds, layout.reshard_after_forward),)
             else:
-                found = self._some(split, kinds, layout)
+                found = self._some(split, layout)
             self._ranks[key] = found
         return found
 
-    def _some(self, split: Split, kinds: _Kinds, layout: Layout) -> tuple[tuple[float, float], ...]:
+    def _some(self, split: Split, layout: Layout) -> tuple[tuple[float, float], ...]:
         """Of the ranks that are often the fullest, or as many as it takes to see that the layout is too large."""
         found = []
         late = (split.pp - 2,) if SCHEDULES[layout.pipeline.schedule].splits_backward else ()
         for rank in dict.fromkeys((1, *late, split.pp - 1, 0)):
-            states, other = self._rank(split, kinds, layout.pipeline, rank)
+            states, other = self._rank(split, layout.recompute, layout.pipeline, rank)
             found.append((states, other))
             if states / layout.dp_shard + other > self.hardware.chip.memory_bytes:
                 break
@@ -122,8 +129,9 @@ class Room:
         unsharded = 0 if reshards or split.data_parallel == 1 else whole * self._widths[1]
         return 3.0 * master * whole, float(unsharded + max(0, kept))
 
-    def _rank(self, split: Split, kinds: _Kinds, pipeline: Pipeline, rank: int) -> tuple[float, float]:
+    def _rank(self, split: Split, recompute: Recompute, pipeline: Pipeline, rank: int) -> tuple[float, float]:
         """States before data parallel cuts them, and what else a rank holds at its fullest moment."""
+        kinds = self._kinds_of(split, recompute)
         held = share(self.base.model.n_layers, pipeline, split.microbatches, rank)
         stages, gradient, gathered = held.stages, self._widths[0], 0
         if split.data_parallel > 1:
@@ -134,14 +142,13 @@ class Room:
         # A sum is there in the reduction's dtype, what waits to be added in that of compute.
         splits = SCHEDULES[pipeline.schedule].splits_backward
         late = min(gradient, self._widths[1]) if splits else gradient
-        most = max(
-            kept.of(kinds.kept)
-            + halves.of(kinds.half)
-            + late * begun.of(kinds.whole)
-            + (gradient - late) * summed.of(kinds.whole)
-            + acting.middle * kinds.acts[splits]
-            for kept, halves, begun, summed, acting in held.moments
-        )
+        most = 0
+        for kept, halves, begun, summed, acting in held.moments:
+            there = kept.of(kinds.kept) + late * begun.of(kinds.whole) + (gradient - late) * summed.of(kinds.whole)
+            if any(halves) or acting.middle:
+                backwards = self._backwards_of(split, recompute)
+                there += halves.of(backwards.half) + acting.middle * backwards.acts[splits]
+            most = max(most, there)
         states = 3.0 * self._widths[0] * stages.of(kinds.whole)
         return states, float(gathered * self._widths[1]) + buffers * split.microbatches + most
 
@@ -157,42 +164,64 @@ class Room:
         return self._runtime[key]
 
     def _kinds_of(self, split: Split, recompute: Recompute) -> _Kinds:
-        sharded = split.data_parallel > 1
-        key = (split.tp, split.microbatch_size, recompute, sharded)
+        key = _key(split, recompute)
         found = self._kinds.get(key)
         if found is None:
-            workload = replace(
-                self.base,
-                mesh=mesh_of(3, 1, 2 if sharded else 1, split.tp),
-                stage_layers=(1, 2, 1),
-                schedule="1F1B",
-                microbatch_size=split.microbatch_size,
-                microbatches=1,
-                recompute=recompute,
-            )
+            workload = self._of_three(split, recompute)
             stages = [stage_of(workload, index, self.device) for index in range(3)]
-            one = stage_of(replace(workload, stage_layers=(1, 1, 1)), 1, self.device)
-            sizes = [forward(stage).growth for stage in stages]
+            first, middle, last = (forward(stage).growth for stage in stages)
+            block = middle - forward(self._one_block(workload)).growth
             buffers = [buffer_bytes(workload, stage) for stage in stages]
-            block = sizes[1] - forward(one).growth
+            wholes = [units_of(workload, index).total.whole for index in range(3)]
+            per_block = wholes[1] // 2
+            found = self._kinds[key] = _Kinds(
+                (block, first - block, middle - 2 * block, last - block),
+                (per_block, wholes[0] - per_block, 0, wholes[2] - per_block),
+                (buffers[0], buffers[1], buffers[2]),
+            )
+        return found
+
+    def _backwards_of(self, split: Split, recompute: Recompute) -> _Backwards:
+        key = _key(split, recompute)
+        found = self._backwards.get(key)
+        if found is None:
+            workload = self._of_three(split, recompute)
             halved = replace(workload, schedule="InterleavedZeroBubble")
-            halves = [backward(stage_of(halved, index, self.device), False, half="inputs").growth for index in (1, 2)]
-            alone = stage_of(replace(halved, stage_layers=(1, 1, 1)), 1, self.device)
-            more = halves[0] - backward(alone, False, half="inputs").growth
+            one, alone = self._one_block(workload), self._one_block(halved)
+            middle, last = (
+                backward(stage_of(halved, index, self.device), False, half="inputs").growth for index in (1, 2)
+            )
+            more = middle - backward(alone, False, half="inputs").growth
             # Of one block, without the buffers of what comes and goes: with more blocks these may be there later.
             # Least is made where gradients go to a sum that is there.
             acts = [
                 backward(one, False).highest - 2 * one.stream,
                 backward(alone, False, late=True, half="inputs").highest - 2 * one.stream,
             ]
-            wholes = [units_of(workload, index).total.whole for index in range(3)]
-            per_block = wholes[1] // 2
-            beside = (sizes[0] - block, sizes[1] - 2 * block, sizes[2] - block)
-            found = self._kinds[key] = _Kinds(
-                (block, *beside),
-                (more, beside[0], beside[1] + halves[0] - 2 * more, beside[2] + halves[1] - more),
-                (per_block, wholes[0] - per_block, 0, wholes[2] - per_block),
+            _, *beside = self._kinds_of(split, recompute).kept
+            found = self._backwards[key] = _Backwards(
+                (more, beside[0], beside[1] + middle - 2 * more, beside[2] + last - more),
                 (max(0, acts[0]), max(0, acts[1])),
-                (buffers[0], buffers[1], buffers[2]),
             )
         return found
+
+    def _of_three(self, split: Split, recompute: Recompute) -> Workload:
+        """Three stages, the one in the middle of two blocks."""
+        return replace(
+            self.base,
+            mesh=mesh_of(3, 1, 2 if split.data_parallel > 1 else 1, split.tp),
+            stage_layers=(1, 2, 1),
+            schedule="1F1B",
+            microbatch_size=split.microbatch_size,
+            microbatches=1,
+            recompute=recompute,
+        )
+
+    def _one_block(self, workload: Workload) -> Stage:
+        """The stage in the middle, of one block."""
+        return stage_of(replace(workload, stage_layers=(1, 1, 1)), 1, self.device)
+
+
+def _key(split: Split, recompute: Recompute) -> tuple[object, ...]:
+    """What the kinds of a split depend on."""
+    return split.tp, split.microbatch_size, recompute, split.data_parallel > 1

@@ -16,12 +16,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, repeat
 from typing import Literal, NamedTuple
 
 from koushi.schedules import rank_of_stage, stages_of_rank
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+_WHOLE: tuple[Kind, ...] = ("F", "B")
 _PLACES = {kind: place for place, kind in enumerate(KINDS)}
 
 
@@ -63,29 +65,27 @@ def order_of_rank(schedule: str, pp: int, n_stages: int, microbatches: int, rank
     return makers[schedule](pp, stages_of_rank(schedule, pp, n_stages, rank), microbatches, rank)
 
 
+@lru_cache(maxsize=4096)
+def _of_stage(kind: Kind, stage: int, microbatches: int) -> Order:
+    """One stage's actions of a kind, the same objects in every schedule."""
+    return tuple(Action(kind, stage, m) for m in range(microbatches))
+
+
 def _gpipe(pp: int, stages: tuple[int, ...], microbatches: int, rank: int) -> Order:
     (stage,) = stages
-    every = range(microbatches)
-    return (*(Action("F", stage, m) for m in every), *(Action("B", stage, m) for m in every))
+    return (*_of_stage("F", stage, microbatches), *_of_stage("B", stage, microbatches))
 
 
 def _breadth_first(pp: int, stages: tuple[int, ...], microbatches: int, rank: int) -> Order:
-    every = range(microbatches)
-    return (
-        *(Action("F", stage, m) for stage in stages for m in every),
-        *(Action("B", stage, m) for stage in reversed(stages) for m in reversed(every)),
-    )
+    forward = (_of_stage("F", stage, microbatches) for stage in stages)
+    backward = (_of_stage("B", stage, microbatches)[::-1] for stage in reversed(stages))
+    return tuple(chain(*forward, *backward))
 
 
 def _one_forward_one_backward(pp: int, stages: tuple[int, ...], microbatches: int, rank: int) -> Order:
     (stage,) = stages
-    ahead = min(pp - 1 - rank, microbatches)
-    order = [Action("F", stage, m) for m in range(ahead)]
-    for m in range(microbatches):
-        if m + ahead < microbatches:
-            order.append(Action("F", stage, m + ahead))
-        order.append(Action("B", stage, m))
-    return tuple(order)
+    forward, backward = (_of_stage(kind, stage, microbatches) for kind in _WHOLE)
+    return _in_turns(forward, (backward,), ahead=pp - 1 - rank)
 
 
 def _interleaved(pp: int, stages: tuple[int, ...], microbatches: int, rank: int) -> Order:
@@ -104,22 +104,25 @@ def _in_rounds(pp: int, stages: tuple[int, ...], microbatches: int, *, ahead: in
     """
     per_round = microbatches // max(1, microbatches // pp)
     rounds = range(0, microbatches, per_round)
-    forward = [(stage, first + m) for first in rounds for stage in stages for m in range(per_round)]
-    backward = [(stage, first + m) for first in rounds for stage in reversed(stages) for m in range(per_round)]
-    warmup = min((len(stages) - 1) * per_round + ahead, len(forward))
-    split = weights_behind is not None
-    order = [Action("F", *work) for work in forward[:warmup]]
-    done = 0
-    for index, work in enumerate(backward):
-        if warmup + index < len(forward):
-            order.append(Action("F", *forward[warmup + index]))
-        order.append(Action("I" if split else "B", *work))
-        if weights_behind is not None and index >= weights_behind:
-            order.append(Action("W", *backward[done]))
-            done += 1
-    if split:
-        order.extend(Action("W", *work) for work in backward[done:])
-    return tuple(order)
+
+    def every(kind: Kind, turns: Sequence[int]) -> Order:
+        of_stage = [_of_stage(kind, stage, microbatches) for stage in turns]
+        return tuple(chain.from_iterable(one[first : first + per_round] for first in rounds for one in of_stage))
+
+    ahead += (len(stages) - 1) * per_round
+    forward, up = every("F", stages), stages[::-1]
+    if weights_behind is None:
+        return _in_turns(forward, (every("B", up),), ahead)
+    weights = every("W", up)
+    behind = min(weights_behind, len(weights))
+    nothing = (None,) * behind
+    return (*_in_turns(forward, (every("I", up), (*nothing, *weights)), ahead), *weights[len(weights) - behind :])
+
+
+def _in_turns(forward: Order, backward: Sequence[Sequence[Action | None]], ahead: int) -> Order:
+    """``ahead`` forwards, then in turn a forward, as long as there are any, and one of each of ``backward``."""
+    coming = chain(forward[ahead:], repeat(None))
+    return (*forward[:ahead], *filter(None, chain.from_iterable(zip(coming, *backward, strict=False))))
 
 
 class _Writer:
@@ -298,16 +301,17 @@ def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
             left -= head - heads[rank]
             heads[rank] = head
         assert left < before, f"{schedule} over {pp} ranks with {microbatches} microbatches waits for itself"
-    leaves = tuple(_leaves(schedule, pp, n_stages, kind, stage) for stage in range(n_stages) for kind in KINDS)
-    work = (Counter(stage * len(KINDS) + _PLACES[kind] for kind, stage, _ in order) for order in orders)
-    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), tuple(tuple(each.items()) for each in work), leaves)
+    holders = [rank_of_stage(schedule, pp, n_stages, stage) for stage in range(n_stages)]
+    work: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
+    for cost, times in Counter(costs).items():
+        work[holders[cost // len(KINDS)]].append((cost, times))
+    leaves = tuple(_leaves(holders, kind, stage) for stage in range(n_stages) for kind in KINDS)
+    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), tuple(map(tuple, work)), leaves)
 
 
-def _leaves(schedule: str, pp: int, n_stages: int, kind: Kind, stage: int) -> bool:
+def _leaves(holders: Sequence[int], kind: Kind, stage: int) -> bool:
     target = stage + 1 if kind == "F" else stage - 1
-    if kind == "W" or not 0 <= target < n_stages:
-        return False
-    return rank_of_stage(schedule, pp, n_stages, stage) != rank_of_stage(schedule, pp, n_stages, target)
+    return kind != "W" and 0 <= target < len(holders) and holders[target] != holders[stage]
 
 
 @dataclass(frozen=True)

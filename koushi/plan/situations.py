@@ -41,8 +41,10 @@ class Situation(NamedTuple):
     """Microbatches of all stages that are kept for backward."""
 
 
+ACTION = 4
+"""Situations whose first so many fields are equal begin with the same action."""
 ALIKE = 5
-"""Situations whose first so many fields are equal differ in counts only; they come one after the other."""
+"""Those whose first so many are equal differ in counts only; they come one after the other."""
 
 
 class Habits(NamedTuple):
@@ -62,7 +64,7 @@ def situations_of_rank(
 ) -> tuple[Situation, ...]:
     """Of the rank at ``coordinate``, those of a step that no other outdoes.
 
-    ``kinds``: a number for every stage, the same for stages that are alike.
+    ``kinds``: a number for every stage that the rank holds, the same for stages that are alike.
     """
     order = order_of_rank(schedule, pp, n_stages, microbatches, coordinate)
     return tuple(_outstanding(_every(order, microbatches, habits, kinds)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import TypeVar
 
 from koushi.hardware.collective import collective_seconds, span
 from koushi.hardware.hardware import Hardware
@@ -15,6 +16,8 @@ from koushi.plan.work import Phases, block, ends, key_of
 from koushi.plan.workload import Workload
 from koushi.traffic import DTYPE_BYTES
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class StageWork:
@@ -24,8 +27,12 @@ class StageWork:
     inputs: float
     """With what is recomputed."""
     weights: float
-    parts: Mapping[str, float]
-    """Forward and backward together, by part of the waterfall."""
+    phases: Phases
+
+    @cached_property
+    def parts(self) -> Mapping[str, float]:
+        """Forward and backward together, by part of the waterfall."""
+        return _parts(self.phases)
 
 
 @lru_cache(maxsize=16384)
@@ -35,12 +42,8 @@ def _stage(hardware: Hardware, key: Workload, layers: int, first: bool, last: bo
     for present, end in zip((first, last), ends(hardware, key), strict=True):
         if present:
             forward, inputs, weights = forward + end.forward, inputs + end.inputs, weights + end.weights
-    return StageWork(
-        forward.seconds,
-        (inputs + again).seconds,
-        weights.seconds,
-        _parts(Phases(forward, inputs, weights, again)),
-    )
+    phases = Phases(forward, inputs, weights, again)
+    return StageWork(forward.seconds, (inputs + again).seconds, weights.seconds, phases)
 
 
 def _parts(phases: Phases) -> Mapping[str, float]:
@@ -58,37 +61,53 @@ def _parts(phases: Phases) -> Mapping[str, float]:
     }
 
 
+def stage_work(workload: Workload, hardware: Hardware, stage: int) -> StageWork:
+    """Of one stage."""
+    final = len(workload.stage_layers) - 1
+    return _stage(hardware, key_of(workload), workload.stage_layers[stage], stage == 0, stage == final)
+
+
+def _of_every_stage(workload: Workload, of: Callable[[int], T]) -> tuple[T, ...]:
+    """What ``of`` gives, asked once for stages that are alike."""
+    final = len(workload.stage_layers) - 1
+    made: dict[tuple[int, bool, bool], T] = {}
+    found = []
+    for index, layers in enumerate(workload.stage_layers):
+        kind = (layers, index == 0, index == final)
+        if kind not in made:
+            made[kind] = of(index)
+        found.append(made[kind])
+    return tuple(found)
+
+
 @lru_cache(maxsize=4096)
 def stages_work(workload: Workload, hardware: Hardware) -> tuple[StageWork, ...]:
     """Of every stage."""
-    key, final = key_of(workload), len(workload.stage_layers) - 1
-    kinds = [(layers, index == 0, index == final) for index, layers in enumerate(workload.stage_layers)]
-    made = {kind: _stage(hardware, key, *kind) for kind in set(kinds)}
-    return tuple(made[kind] for kind in kinds)
+    return _of_every_stage(workload, lambda index: stage_work(workload, hardware, index))
 
 
 @lru_cache(maxsize=4096)
 def stage_costs(workload: Workload, hardware: Hardware) -> tuple[StageSeconds, ...]:
     """What the actions of every stage take."""
-    return tuple(
-        StageSeconds(work.forward, work.inputs, work.weights + more, work.inputs + work.weights + more)
-        for work, more in zip(stages_work(workload, hardware), accumulation(workload, hardware), strict=True)
-    )
+
+    def of(index: int) -> StageSeconds:
+        work, more = stage_work(workload, hardware, index), _adding(workload, hardware, index)
+        return StageSeconds(work.forward, work.inputs, work.weights + more, work.inputs + work.weights + more)
+
+    return _of_every_stage(workload, of)
 
 
 def accumulation(workload: Workload, hardware: Hardware) -> tuple[float, ...]:
     """Of every stage: adding a microbatch's gradients to those before, where they are kept whole."""
+    return _of_every_stage(workload, lambda index: _adding(workload, hardware, index))
+
+
+def _adding(workload: Workload, hardware: Hardware, index: int) -> float:
     kept_whole = workload.system.sharding != "fsdp" or workload.mesh.degree("pp") > 1
     if workload.microbatches == 1 or not kept_whole:
-        return (0.0,) * len(workload.stage_layers)
+        return 0.0
     moved = DTYPE_BYTES[workload.compute] + 2 * DTYPE_BYTES[workload.reduce]
-    final = len(workload.stage_layers) - 1
-    kinds = [(layers, index == 0, index == final) for index, layers in enumerate(workload.stage_layers)]
-    made = {
-        kind: streaming_seconds(hardware.chip, units_of(workload, kinds.index(kind)).total.whole * moved, 0)
-        for kind in set(kinds)
-    }
-    return tuple(made[kind] for kind in kinds)
+    return streaming_seconds(hardware.chip, units_of(workload, index).total.whole * moved, 0)
 
 
 def pipeline(workload: Workload, hardware: Hardware, *, sending: bool = True) -> Timeline:

@@ -118,6 +118,7 @@ class Stage:
         """Bytes that go from stage to stage."""
         self.logits = logits_bytes(shape.ends)
         self._units: dict[int, StageUnits] = {}
+        self._blocks: dict[bool, list[tuple[Stretch, int]]] = {}
 
     def units(self, shards: int) -> StageUnits:
         """The stage's units as the first of so many ``shards`` holds them."""
@@ -157,10 +158,15 @@ class Stage:
 
     def blocks(self, stay: bool) -> list[tuple[Stretch, int]]:
         """Kinds of blocks with how many there are: those that recompute, those that don't."""
+        if stay not in self._blocks:
+            self._blocks[stay] = self._blocks_of(stay)
+        return self._blocks[stay]
+
+    def _blocks_of(self, stay: bool) -> list[tuple[Stretch, int]]:
         recompute, count = self.shape.recompute, self.shape.layers
         again = count if recompute == "none" else round(count * self.shape.system.recompute_share)
-        found = [(self._block(stay, recompute), again), (self._block(stay, "none"), count - again)]
-        return [(stretch, times) for stretch, times in found if times]
+        several: tuple[tuple[Recompute, int], ...] = ((recompute, again), ("none", count - again))
+        return [(self._block(stay, mode), times) for mode, times in several if times]
 
     def embedding(self, stay: bool) -> Stretch:
         weights = replace(self._weights(stay), width=DTYPE_BYTES[self.shape.ends.table], cast=0)

@@ -33,10 +33,12 @@ def unshards_of_rank(schedule: str, pp: int, n_stages: int, microbatches: int, c
         ahead = [stage, *(other for other in ahead if other != stage)]
         coming.append(tuple(ahead[:MOST_UNSHARDED]))
     gathered: Counter[int] = Counter()
-    there: set[int] = set()
+    there: tuple[int, ...] = ()
     for wanted in reversed(coming):
-        gathered.update(stage for stage in wanted if stage not in there)
-        there = set(wanted)
+        for stage in wanted:
+            if stage not in there:
+                gathered[stage] += 1
+        there = wanted
     return gathered
 
 
