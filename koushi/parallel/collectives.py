@@ -142,7 +142,11 @@ def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its sum over the group, in place, with one collective per dtype."""
+    """Replace each tensor by its sum over the group, in place, with one collective per dtype.
+
+    The tensors are as large on every rank of the group; where there is nothing in them, nothing is sent.
+    """
+    tensors = [tensor for tensor in tensors if tensor.numel()]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in same])

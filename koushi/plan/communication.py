@@ -299,8 +299,8 @@ def end_of_step(workload: Workload, pp: int, shard: int = 0) -> Traffic:
     total: Traffic = Counter()
     size = DTYPE_BYTES[workload.parameters]
     stages = [units_of(workload, stage, shard) for stage in held_stages(workload, pp)]
-    if workload.mesh.degree("tp") > 1 and any(any(unit.holds_copies for unit, _ in units.all) for units in stages):
-        copied = sum(units.total.copied for units in stages) * size
+    copied = sum(units.total.copied for units in stages) * size
+    if workload.mesh.degree("tp") > 1 and copied:
         total[Collective("tp", "all_reduce", "optimizer", workload.parameters, copied)] += 1
     if exchanges_table(workload, pp):
         exchanged = table_shard(workload, shard) * size

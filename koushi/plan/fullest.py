@@ -17,7 +17,7 @@ from typing import NamedTuple
 from koushi.plan.communication import exchanges_table, table_shard
 from koushi.plan.lifetimes import Half
 from koushi.plan.operations import Device
-from koushi.plan.pipelined import adds_late, backward, buffer_bytes, forward, reduction
+from koushi.plan.pipelined import adds_late, backward, buffer_bytes, forward, gathering_forward, reduction
 from koushi.plan.situations import ACTION, COUNTED, Habits, Situation, situations_of_rank
 from koushi.plan.spans import (
     ACTIVATIONS,
@@ -70,7 +70,7 @@ _HALVES: dict[str, Half | None] = {"B": None, "I": "inputs", "W": "weights"}
 def action_span(stage: Stage, situation: Situation) -> Span:
     """Of the forward or backward that ``situation`` begins."""
     if situation.step == "F":
-        return forward(stage)
+        return forward(stage, situation.first)
     return backward(stage, situation.first, situation.late, _HALVES[situation.step])
 
 
@@ -109,6 +109,8 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
     rank = _Rank(stages, sent, mesh.degree("dp_shard"), mesh.degree("dp_replicate"))
     buffers = sum(one.count * buffer_bytes(workload, one.stage) for one in stages)
     fullest = rank.fullest(most, buffers)
+    if stages[0].stage.shape.keeps_output and stages[0].stage.fsdp:
+        fullest = rank.gather(fullest, stages[0], buffers)
     if not exchanges_table(workload, pp):
         return fullest
     return rank.exchange(fullest, buffers + table_shard(workload) * stages[0].stage.master)
@@ -292,6 +294,18 @@ class _Rank:
             if count:
                 peak = [there + count * more for there, more in zip(peak, each, strict=True)]
         return tuple(peak)
+
+    def gather(self, before: Span, only: Alike, buffers: int) -> Span:
+        """``before``, or the first forward of the rank's ``only`` stage if that is fuller."""
+        span = gathering_forward(only.stage, self._shards, self._replicas)
+        highest = span.highest + buffers
+        if highest <= before.highest:
+            return before
+        peak = list(span.peak)
+        peak[PIPELINE_BUFFERS] += buffers
+        compute = max(before.compute_highest, span.compute_highest + buffers)
+        where = f"stage {only.index} {span.moment}"
+        return replace(before, peak=tuple(peak), highest=highest, moment=where, compute_highest=compute)
 
     def exchange(self, before: Span, buffers: int) -> Span:
         """``before``, or the end of the step if that is fuller; ``buffers``: with the tied table's other gradient."""

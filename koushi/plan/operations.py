@@ -266,7 +266,7 @@ def _attention_by_parts(shape: BlockShape, size: Sizes, query: str, key: str) ->
         Op(
             "heads",
             wide,
-            ("softmax", v, k, "scaled_q"),
+            ("softmax", v, k, "scaled_q", "mask"),
             ("softmax", v),
             gives=(("softmax", scores), (v, wide)),
             kept=True,

@@ -35,25 +35,57 @@ def input_in_flight(stage: Stage) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def forward(stage: Stage) -> Span:
-    """Of one microbatch."""
+def forward(stage: Stage, first: bool = True) -> Span:
+    """Of one microbatch; ``first``: before any has been backward."""
     account = Account("in forward")
+    logits = stage.logits if stage.shape.last and stage.shape.keeps_output and not first else 0
+    account.hold(LOGITS, logits)
+    _forward(stage, account, None, logits)
+    return account.close()
+
+
+@lru_cache(maxsize=4096)
+def gathering_forward(stage: Stage, shards: int, replicas: int) -> Span:
+    """Of the first microbatch of a rank's only stage, whose units are gathered as they are come to."""
+    account = Account("in the first forward")
+    _forward(stage, account, Sharded(account, stage, shards, replicas), 0)
+    return account.close()
+
+
+def _forward(stage: Stage, account: Account, sharded: Sharded | None, logits: int) -> None:
+    """``logits``: bytes of an earlier microbatch's, which go when these are there."""
+    where = account.where
+    if sharded is not None:
+        sharded.unshard_forward(sharded.units.root)
+        if sharded.units.embedding is not None:
+            sharded.unshard_forward(sharded.units.embedding)
     if stage.shape.first:
         account.go(forward_span(stage.embedding(True)))
     else:
         account.drop(PIPELINE_BUFFERS, _received(stage))
         account.hold(ACTIVATIONS, stage.stream)
     for stretch, count in stage.blocks(True):
-        account.go(forward_span(stretch), count)
+        if sharded is None:
+            account.go(forward_span(stretch), count)
+            continue
+        for times in (1, count - 1):
+            one = Account(where)
+            around = sharded.again(one)
+            around.unshard_forward(sharded.units.block)
+            one.go(forward_span(stretch))
+            if times:
+                sharded.then(around, one.close(), times)
     if not input_in_flight(stage):
         account.hold(PIPELINE_BUFFERS, _received(stage))
     if stage.shape.last:
         account.go(forward_span(stage.output(True)))
-        account.where = "in forward, at the loss"
+        account.drop(LOGITS, logits)
+        if sharded is not None:
+            sharded.end_forward()
+        account.where = where + ", at the loss"
         account.go(forward_span(stage.loss()))
     if stage.shape.hands_on:  # the output takes the place of the next stage's receive buffer
         account.drop(PIPELINE_BUFFERS, _received(stage))
-    return account.close()
 
 
 def _received(stage: Stage) -> int:
@@ -85,14 +117,17 @@ def backward(stage: Stage, first: bool, late: bool = False, half: Half | None = 
         account.hold(ACTIVATIONS, stage.stream)
     account.where = "in backward" + tail
     units = stage.units(1)
+    adds = half is None or (late and half == "inputs")
     ends = [(stage.output(stay), units.root, 1)] if shape.last else []
     parts = ends + [(stretch, units.block, count) for stretch, count in reversed(stage.blocks(stay))]
     for stretch, unit, count in parts if half != "weights" else reversed(parts):
         one = Account()
         one.go(backward_span(stretch, half))
-        if half is None or (late and half == "inputs"):
+        if adds and unit is not units.root:
             _accumulate(stage, one, unit, first)
         account.go(one.close(), count)
+    if adds and shape.last:  # fully_shard is told as the gradient of the stage's input is there
+        _accumulate(stage, account, units.root, first)
     for stretch, _, count in parts if half == "weights" else ():
         for kind, size in enumerate(left_over(stretch)):
             account.drop(kind, count * size)
@@ -147,6 +182,8 @@ def _accumulate(stage: Stage, account: Account, unit: Unit, first: bool) -> None
 def reduction(stage: Stage, shards: int, replicas: int, first: bool, late: bool) -> Span:
     """From whole gradients to this rank's shards of their sums. ``first`` and ``late`` as for ``backward``."""
     account = Account("as gradients are reduced after the last backward")
+    logits = stage.logits if stage.shape.last and stage.shape.keeps_output else 0
+    account.hold(LOGITS, logits)
     sharded = Sharded(account, stage, shards, replicas)
     units, width = sharded.units, stage.compute if first and late else stage.reduce
 
@@ -164,6 +201,7 @@ def reduction(stage: Stage, shards: int, replicas: int, first: bool, late: bool)
     if units.embedding is not None:  # a part of the model gets it after its blocks
         reduce(sharded, units.embedding)
     sharded.end_backward()
+    account.drop(LOGITS, logits)
     return account.close()
 
 

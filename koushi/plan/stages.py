@@ -38,6 +38,9 @@ class StageShape:
     recompute: Recompute
     reshards: bool
     tied: bool
+    keeps_output: bool
+    """Whether a variable of the schedule's holds what the rank's last forward gave until the next one is through:
+    torch's schedules of one stage a rank have such."""
     hands_on: bool
     """Whether the next stage is on the same rank and takes the output as it is."""
     system: System
@@ -78,6 +81,7 @@ def _common(workload: Workload, device: Device) -> StageShape:
         recompute=workload.recompute,
         reshards=workload.reshard_after_forward,
         tied=workload.model.tie_embeddings,
+        keeps_output=pipelined and SCHEDULES[workload.schedule].most_stages_per_rank == 1,
         hands_on=False,
         system=system,
     )

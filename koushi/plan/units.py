@@ -37,8 +37,6 @@ class Unit:
     """``whole`` by parameter."""
     shards: tuple[int, ...] = ()
     """``shard`` by parameter."""
-    holds_copies: bool = False
-    """Whether any parameter is copied over tp."""
 
     def __add__(self, other: Unit) -> Unit:
         return Unit(
@@ -48,7 +46,6 @@ class Unit:
             self.copied + other.copied,
             self.tensors + other.tensors,
             self.shards + other.shards,
-            self.holds_copies or other.holds_copies,
         )
 
 
@@ -110,7 +107,6 @@ def _unit(parameters: Iterable[Parameter], tp: int, degree: int, index: int) -> 
             copied=shard if parameter.copied_over_tp else 0,
             tensors=(shape[0] * row,),
             shards=(shard,),
-            holds_copies=parameter.copied_over_tp,
         )
     return unit
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.pipelining import PipelineStage
 
 from koushi.check.check import check
 from koushi.config.load import load
@@ -53,6 +54,21 @@ PARTED = {
         *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}InterleavedZeroBubble", "precision.compute=bfloat16"),
         *SHAPES["parameters"],
     ),
+    "gradients that meet once their operation is through": (
+        *("--tp", "4", "model.n_kv_heads=1", "model.n_layers=1", "training.recompute=full", *SHAPES["activations"]),
+    ),
+    "gathers in the one forward": (
+        *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}GPipe", "training.global_batch_size=2", *SHAPES["activations"]),
+        *("model.dim=256", "model.ffn_dim=1024"),
+    ),
+    "a cast at the end of backward": (
+        *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}1F1B", "precision.reduce=bfloat16", "training.recompute=full"),
+        *("model.n_layers=2", "model.ffn_dim=2048", "training.seq_len=512", "model.vocab_size=4096"),
+    ),
+    "a last output that stays": (
+        *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}GPipe", "training.global_batch_size=2", *SHAPES["words"]),
+        "training.seq_len=256",
+    ),
 }
 """Where they parted once."""
 
@@ -69,6 +85,15 @@ def test_where_they_parted_once(kind: DeviceKind, tmp_path: Path) -> None:
     path.write_text(BASE, encoding="utf-8")
     jobs = {name: check(load(path, (*overrides, f"run.device={kind}"))) for name, overrides in PARTED.items()}
     assert apart(jobs, kind) == []
+
+
+def test_messages_keep_their_direction_whoever_else_watches_stages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
+        monkeypatch.setattr(PipelineStage, name, getattr(PipelineStage, name))
+    wraps_around = job(tmp_path, "Interleaved1F1B", "parameters", "cpu")
+    assert apart({"watched": wraps_around}, "cpu") == []
 
 
 def job(folder: Path, schedule: str, shape: str, kind: DeviceKind, *overrides: str) -> Job:

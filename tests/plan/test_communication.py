@@ -68,6 +68,7 @@ ON_FOUR = {
     "fsdp": degrees(1, 1, 4, 1),
     "fsdp tied mixed never": (*degrees(1, 1, 4, 1), TIED, NEVER, *MIXED),
     "fsdp one microbatch": (*degrees(1, 1, 4, 1), ALL_IN_ONE, *NARROW),
+    "fsdp few words": (*degrees(1, 1, 4, 1), "model.vocab_size=2"),
     "hsdp full": (*degrees(1, 2, 2, 1), recompute("full"), *NARROW),
     "replicated": (*degrees(1, 4, 1, 1), *WIDE),
     "fsdp tp full": (*degrees(1, 1, 2, 2), recompute("full"), *MIXED),
