@@ -83,10 +83,14 @@ def train(resume: str | None, max_restarts: int, arguments: tuple[str, ...]) -> 
       koushi train examples/debug.yaml checkpoint.every=10 --max-restarts 3
       torchrun --nproc-per-node 8 -m koushi train examples/debug.yaml
     """
-    from koushi.train.command import train as run
+    from koushi.check.early import check_early
 
     run_path, overrides = split(arguments)
-    run(run_path, overrides if resume is None else [*overrides, f"run.resume={resume}"], max_restarts)
+    overrides = overrides if resume is None else [*overrides, f"run.resume={resume}"]
+    check_early(run_path, overrides, launched=True)
+    from koushi.train.command import train as run
+
+    run(run_path, overrides, max_restarts)
 
 
 @commands.command(cls=RunFileCommand)
@@ -106,9 +110,12 @@ def verify(steps: int, precision: Literal["float32", "float64"], arguments: tupl
     Example:
       koushi verify examples/debug.yaml --steps 2 --tp 4 --dp-shard 1
     """
-    from koushi.verify.command import verify as run
+    from koushi.check.early import check_early
 
     run_path, overrides = split(arguments)
+    check_early(run_path, overrides, launched=False)
+    from koushi.verify.command import verify as run
+
     run(run_path, overrides, steps, precision)
 
 
@@ -145,6 +152,9 @@ def from_hf(folder: Path, checkpoint: Path, dtype: str) -> None:
     Example:
       koushi convert from-hf models/tiny checkpoints/tiny
     """
+    from koushi.models.llama.hf import check_folder
+
+    check_folder(folder)
     from koushi.checkpoint.convert import from_hf as run
 
     run(folder, checkpoint, dtype)
@@ -168,6 +178,9 @@ def to_hf(checkpoint: Path, folder: Path, dtype: str, shard_gb: float) -> None:
     Example:
       koushi convert to-hf runs/debug models/debug --dtype bfloat16
     """
+    from koushi.checkpoint.newest import candidates
+
+    candidates(checkpoint)
     from koushi.checkpoint.convert import to_hf as run
 
     run(checkpoint, folder, dtype, shard_gb)
@@ -200,6 +213,11 @@ def generate(
     Example:
       koushi generate runs/debug --prompt "A list is" --max-tokens 60 --top-k 40
     """
+    from koushi.checkpoint.newest import candidates
+    from koushi.models.hf_folder import is_hf_folder
+
+    if not is_hf_folder(path):
+        candidates(path)
     from koushi.generate.command import generate as run
     from koushi.generate.sample import Sampling
 

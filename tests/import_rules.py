@@ -49,6 +49,7 @@ WITHOUT_TORCH = (
 )
 """Parts that import no torch, and nothing that does; besides them the files below of every model."""
 MODEL_FILES_WITHOUT_TORCH = ("sizes", "layout", "hf", "hf_folder")
+CHECKPOINT_FILES_WITHOUT_TORCH = ("files", "folders", "inspect", "manifest", "newest")
 
 LAZY = ("cli", "commands")
 """Parts that import what a command runs only when it runs."""
@@ -202,6 +203,7 @@ def without_torch(tree: Tree) -> list[Module]:
         for module in tree.modules.values()
         if module.part in WITHOUT_TORCH
         or (module.part == "models" and module.name.split(".")[-1] in MODEL_FILES_WITHOUT_TORCH)
+        or (module.part == "checkpoint" and module.name.split(".")[-1] in CHECKPOINT_FILES_WITHOUT_TORCH)
     ]
 
 

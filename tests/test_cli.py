@@ -13,10 +13,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from koushi import __version__
+from koushi.checkpoint.manifest import PARAMETER, Head
+from koushi.checkpoint.tensors import Described, write_checkpoint
 from koushi.cli import commands, main
+from koushi.config.schema import JobConfig
 from koushi.errors import TrainingError
 from koushi.generate.sample import Sampling
 
@@ -124,6 +128,8 @@ def test_convert_and_generate_are_called_with_what_was_given(monkeypatch: pytest
     for module, name in ((convert, "from_hf"), (convert, "to_hf"), (generate, "generate")):
         module.__dict__[name] = lambda *arguments, name=name: made.append((name, *arguments))
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    for looks in ("koushi.checkpoint.newest.candidates", "koushi.models.llama.hf.check_folder"):
+        monkeypatch.setattr(looks, lambda path: None)  # the folders are not there
     assert ended("convert", "from-hf", "models/tiny", "checkpoint") == 0
     assert ended("convert", "to-hf", "runs/debug", "--dtype", "bfloat16", "out", "--shard-gb", "2") == 0
     assert ended("convert", "to-hf", "runs/debug", "out", "--dtype", "float8") == 2
@@ -215,6 +221,44 @@ except SystemExit as ended:
 """
     done = run_python(code)
     assert done.stdout.splitlines()[-1] == f"ended {2 if overrides else 0}", done.stderr
+
+
+WRONG: list[list[str]] = [
+    ["train", DEBUG, "--tp", "3"],
+    ["train", DEBUG, "training.hf=none", "--dp-shard", "-1", "--gpus", "6"],
+    ["verify", DEBUG, "--gpus", "0"],
+    ["dry-run", DEBUG, "--tp", "3"],
+    ["generate", "nothing/here", "--prompt", "x"],
+    ["convert", "to-hf", "nothing/here", "there"],
+    ["convert", "from-hf", "nothing/here", "there"],
+    ["inspect", "nothing/here"],
+    ["report", "nothing/here"],
+]
+
+
+def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    """Torch takes seconds; nor does it come in for what can be said without it."""
+    write_checkpoint(
+        tmp_path / "step-00000001",
+        Head(1, 1, 1, 0, "", JobConfig().model_dump(mode="json"), {"pp": 1}, "", ""),
+        [Described(PARAMETER, "norm.weight", torch.float32, (2,))],
+        [torch.zeros(2)],
+    )
+    right = [["inspect", str(tmp_path)], ["env"], ["config", DEBUG]]
+    code = f"""
+import sys
+from koushi.cli import main
+for arguments in {[*WRONG, *right]!r}:
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        assert bool(ended.code) is (arguments in {WRONG!r}), arguments
+    heavy = [name for name in ("torch", "tokenizers", "rich", "transformers") if name in sys.modules]
+    assert not heavy, (arguments, heavy)
+print("told")
+"""
+    done = run_python(code)
+    assert done.stdout.splitlines()[-1:] == ["told"], done.stderr
 
 
 def test_a_broken_pipe_is_quiet() -> None:

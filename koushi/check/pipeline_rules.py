@@ -23,6 +23,7 @@ from koushi.check.rule import (
     listed,
 )
 from koushi.schedules import SCHEDULES, microbatches_fit, nearest_microbatches
+from koushi.units import counted
 
 
 def _without_pipeline(facts: Facts) -> Iterator[Finding]:
@@ -110,7 +111,7 @@ def _microbatches(facts: Facts) -> Iterator[Finding]:
     batches = listed(one * unit for one in legal)
     yield Finding(
         (GLOBAL_BATCH, MICROBATCH, SCHEDULE, PP),
-        f"makes {count} microbatches, but {name} {reason}",
+        f"makes {counted(count, 'microbatch')}, but {name} {reason}",
         f"{listed(legal)} microbatches, as with a global_batch_size of {batches} at this microbatch_size",
     )
 

@@ -8,7 +8,7 @@ from koushi.errors import TrainingError
 from koushi.job import Job
 from koushi.models.llama.layout import parameters
 from koushi.run_folder import holds_run, run_folder
-from koushi.units import count_text, cut_short
+from koushi.units import count_text, counted, cut_short
 
 _SHOWN = 8
 
@@ -32,7 +32,7 @@ def _model(job: Job) -> list[str]:
 
 def _mesh(job: Job, follows: bool) -> list[str]:
     told = "; dp_shard follows --gpus" if follows else ""
-    lines = [f"mesh     {job.mesh}, {job.mesh.world_size} devices{told}; the groups of rank 0:"]
+    lines = [f"mesh     {job.mesh}, {counted(job.mesh.world_size, 'device')}{told}; the groups of rank 0:"]
     for name, degree in zip(job.mesh.names, job.mesh.shape, strict=True):
         lines.append(f"           {name:<13}{degree:>6}   {cut_short(job.mesh.group(0, name), _SHOWN)}")
     folded = job.mesh.group(0, "dp_replicate", "dp_shard")

@@ -173,6 +173,13 @@ class VerifiedFile:
         self.close()
 
 
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Read every byte of the checkpoint ``folder``. Raises DamagedCheckpoint."""
+    for entry in manifest.files:
+        with VerifiedFile(folder, entry) as file:
+            file.verify()
+
+
 def make_durable(folder: Path) -> None:
     """Make the names in ``folder`` survive a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""``koushi inspect``: what a checkpoint holds, and whether it is whole."""
+"""``koushi inspect``: what a checkpoint holds, and whether it is whole. No torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from koushi.checkpoint.load import candidates
+from koushi.checkpoint.files import verify_files
 from koushi.checkpoint.manifest import KINDS, PARAMETER, Manifest, TensorEntry, read_manifest
-from koushi.checkpoint.tensors import CheckpointFiles
+from koushi.checkpoint.newest import candidates
 from koushi.errors import CheckpointError, DamagedCheckpoint
 from koushi.units import bytes_text, count_text
 
@@ -23,8 +23,7 @@ def inspect(path: Path, show_tensors: bool = False) -> None:
         try:
             manifest = read_manifest(folder)
             print("\n".join([str(folder), *_lines(manifest, show_tensors)]))
-            with CheckpointFiles(folder, manifest) as files:
-                files.verify()
+            verify_files(folder, manifest)
             print("  whole      every checksum is right")
         except CheckpointError as error:
             print(f"  DAMAGED    {error}")

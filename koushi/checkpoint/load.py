@@ -1,78 +1,25 @@
-"""Finding the newest whole checkpoint, and loading it on any layout."""
+"""Loading the newest whole checkpoint on any layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from koushi.checkpoint import dcp
-from koushi.checkpoint.folders import published
-from koushi.checkpoint.manifest import MANIFEST, Head, Manifest, read_manifest
+from koushi.checkpoint.manifest import Manifest, read_manifest
+from koushi.checkpoint.newest import check_size, none_whole
 from koushi.checkpoint.state import held
 from koushi.checkpoint.tensors import CheckpointFiles
-from koushi.config.schema import RopeScaling
 from koushi.errors import CheckpointError, DamagedCheckpoint
 from koushi.models.llama.sizes import LlamaSize
 from koushi.optim.adamw import AdamW
 from koushi.parallel.shards import LocalParameter
-from koushi.run_folder import CHECKPOINTS
 
 Warn = Callable[[str], None]
 T = TypeVar("T")
-
-
-def candidates(path: Path) -> list[Path]:
-    """The checkpoints that ``path`` stands for, newest first: itself, or those of a run folder.
-
-    Raises CheckpointError where there is none.
-    """
-    if (path / MANIFEST).exists():
-        return [path]
-    found = published(path / CHECKPOINTS) or published(path)
-    if not found:
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run folder that holds one")
-    return found
-
-
-def newest(folders: Sequence[Path]) -> tuple[Path, Manifest]:
-    """The first of ``folders`` whose manifest is whole and whose files have their full length.
-
-    Raises CheckpointError where there is none.
-    """
-    problems = []
-    for folder in folders:
-        try:
-            return folder, read_manifest(folder)
-        except CheckpointError as error:
-            problems.append(error)
-    raise none_whole(problems)
-
-
-def none_whole(problems: Sequence[Exception]) -> CheckpointError:
-    assert problems, "no folders were looked at"
-    many = f"none of {len(problems)} checkpoints is whole: " if len(problems) > 1 else ""
-    return CheckpointError(f"{many}{problems[0]}; resume from another one, or begin anew with run.resume never")
-
-
-def check_size(folder: Path, head: Head, size: LlamaSize) -> None:
-    """Raises CheckpointError, naming what differs, where the checkpoint is of another model than ``size``."""
-    theirs = head.config.get("model", {})
-    differ = [
-        f"{name} {_plain(theirs.get(name))} (here {_plain(getattr(size, name))})"
-        for name in (field.name for field in fields(size))
-        if _plain(theirs.get(name)) != _plain(getattr(size, name))
-    ]
-    if differ:
-        raise CheckpointError(f"{folder} is a checkpoint of another model: it has {', '.join(differ)}")
-
-
-def _plain(value: Any) -> Any:
-    """As JSON would give it back."""
-    return value.model_dump(mode="json") if isinstance(value, RopeScaling) else value
 
 
 def load_newest(

@@ -90,11 +90,6 @@ class CheckpointFiles:
             return values.reshape(())
         return values.view(-1, *chunk.sizes[1:])[(slice(None), *inner[1:])]
 
-    def verify(self) -> None:
-        """Read everything. Raises DamagedCheckpoint."""
-        for file in self.manifest.files:
-            self._file(file.name).verify()
-
     def _file(self, name: str) -> VerifiedFile:
         if name not in self._open:
             self._open[name] = VerifiedFile(self.folder, self.manifest.file_by_name[name])

@@ -9,8 +9,8 @@ from typing import Self, final
 from pydantic import ValidationError
 from torch import Tensor
 
-from koushi.checkpoint.load import candidates, newest
 from koushi.checkpoint.manifest import PARAMETER, TensorEntry
+from koushi.checkpoint.newest import candidates, newest
 from koushi.checkpoint.tensors import CheckpointFiles
 from koushi.checkpoint.weights import Weights
 from koushi.config.schema import JobConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from koushi.layout import Slices
 from koushi.models.llama.layout import parameters
 from koushi.models.llama.model import Llama
 from koushi.models.llama.sizes import LlamaSize
-from koushi.parallel.shards import LocalParameter
 
 
 class Weights(ABC):
@@ -31,18 +30,6 @@ class Weights(ABC):
         """Every parameter in the order of the model, one at a time."""
         for name, parameter in parameters(self.size).items():
             yield name, self.read(name, tuple(slice(0, extent) for extent in parameter.shape))
-
-
-@torch.no_grad()
-def fill_from(weights: Weights, held: Sequence[LocalParameter]) -> None:
-    """Set every local shard to its slice, reading no more than that."""
-    for parameter in held:
-        value = parameter.value
-        found = weights.read(parameter.description.name, parameter.part)
-        assert found.shape == value.shape, (
-            f"{parameter.name}: the layout gives {tuple(found.shape)}, torch holds {tuple(value.shape)}"
-        )
-        value.copy_(found)
 
 
 @torch.no_grad()

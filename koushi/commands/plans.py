@@ -64,9 +64,12 @@ def dry_run(as_json: bool, trace: Path | None, arguments: tuple[str, ...]) -> No
       koushi dry-run examples/debug.yaml
       koushi dry-run examples/llama_128.yaml --json
     """
-    from koushi.dryrun.command import dry_run as run
+    from koushi.check.early import check_early
 
     run_path, overrides = split(arguments)
+    check_early(run_path, overrides, launched=True)
+    from koushi.dryrun.command import dry_run as run
+
     run(run_path, overrides, as_data=as_json, trace=trace)
 
 

@@ -100,6 +100,22 @@ ELSEWHERE = {
 }
 """Keys of torchtitan, Megatron, Transformers and others that mean one of ours."""
 
+_NO_CP = "context parallel does not exist yet: the mesh's cp has degree 1"
+_NO_EP = "expert parallel does not exist yet, nor do models with experts"
+ABSENT = {
+    "cp": _NO_CP,
+    "cp_size": _NO_CP,
+    "context_parallel_degree": _NO_CP,
+    "context_parallel_size": _NO_CP,
+    "ep": _NO_EP,
+    "ep_size": _NO_EP,
+    "expert_parallel_degree": _NO_EP,
+    "expert_model_parallel_size": _NO_EP,
+    "expert_tensor_parallel_degree": _NO_EP,
+    "num_experts": _NO_EP,
+}
+"""Keys of other tools for what Koushi does not have, where a guess would lead astray."""
+
 VALUES = {
     "bf16": "bfloat16",
     "torch.bfloat16": "bfloat16",
@@ -134,6 +150,11 @@ def nearest(word: str, legal: Iterable[str], cutoff: float = 0.6) -> str | None:
         return meant
     close = get_close_matches(_plain(word), plain, n=1, cutoff=cutoff)
     return plain[close[0]] if close else None
+
+
+def absent(dotted: str) -> str | None:
+    """What to say of a key, in any section, for something that is not there."""
+    return ABSENT.get(dotted.rpartition(".")[2].lower().replace("-", "_"))
 
 
 def nearest_key(dotted: str, legal: Sequence[str]) -> str | None:

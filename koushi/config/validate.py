@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from koushi.config.overrides import SHORT
 from koushi.config.schema import JobConfig
 from koushi.config.source import Branch, Entry, Found, Place, Tree, plain, scalar, shown_text
-from koushi.config.spelling import nearest, nearest_key
+from koushi.config.spelling import ELSEWHERE, absent, nearest, nearest_key
 
 Schema = Mapping[str, Any]
 
@@ -69,8 +69,11 @@ def _rename_sections(tree: Tree) -> None:
         if name in JobConfig.model_fields or not isinstance(entry.value, dict):
             continue
         close = get_close_matches(name, JobConfig.model_fields, n=1, cutoff=0.6)
-        if close and close[0] not in tree.branch:
-            what = "is not a section of a run file"
+        what = "is not a section of a run file"
+        if name in ELSEWHERE:  # a section of another tool, and here a key
+            tree.found.append(Found(entry.key_place, name, what, f"did you mean {ELSEWHERE[name]}?"))
+            del tree.branch[name]
+        elif close and close[0] not in tree.branch:
             tree.found.append(Found(entry.key_place, name, what, f"did you mean {close[0]}?"))
             tree.branch[close[0]] = tree.branch.pop(name)
 
@@ -87,6 +90,8 @@ def _unknown(tree: Tree, key: str, location: tuple[int | str, ...]) -> None:
     legal = f"did you mean {meant}?" if meant else f"the keys are {', '.join(siblings)}"
     if meant == key:
         legal = f"write it as a key {key.rpartition('.')[2]} under {_parent(key)}:"
+    if missing := absent(key):
+        legal, meant = missing, None
     tree.found.append(Found(entry.key_place, key, what, legal))
     if meant and not _is_set(tree.branch, meant):
         tree.spoilt.add(meant)
@@ -107,6 +112,8 @@ def _unknown_word(tree: Tree, name: str, place: Place) -> None:
         sections = ", ".join(JobConfig.model_fields)
         legal = f"the options are {', '.join(SHORT)}, and --section.key value for the sections {sections}"
     what = "is not an option" if dashes else "is not a key of a run file"
+    if missing := absent(name):
+        legal, key = missing, None
     tree.found.append(Found(place, dashes + name, what, legal))
     if key is not None and not _is_set(tree.branch, key):
         tree.spoilt.add(key)

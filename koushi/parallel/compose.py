@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from koushi.checkpoint.fill import fill_from
 from koushi.checkpoint.hf import HfWeights
-from koushi.checkpoint.weights import fill_from
 from koushi.config.schema import JobConfig, Training
 from koushi.job import Job
 from koushi.layout import Replicate

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from koushi.checkpoint.folders import published
-from koushi.checkpoint.load import candidates, check_size, newest
+from koushi.checkpoint.newest import candidates, check_size, newest
 from koushi.config.load import RunFile
 from koushi.config.schema import Model, Run
 from koushi.errors import TrainingError, WeightsError

@@ -197,7 +197,7 @@ CASES = [
     (
         schedule("1F1B") + "training: {global_batch_size: §1}",
         "training.global_batch_size",
-        "makes 1 microbatches, but 1F1B needs at least as many as there are stages, 2",
+        "makes 1 microbatch, but 1F1B needs at least as many as there are stages, 2",
         "2 microbatches, as with a global_batch_size of 2 at this microbatch_size",
     ),
     (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from koushi.check.check import check
+from koushi.checkpoint.files import verify_files
 from koushi.checkpoint.folders import step_folder
 from koushi.checkpoint.tensors import CheckpointFiles
 from koushi.config.load import load
@@ -87,7 +88,7 @@ def checkpoint(folder: Path, step: int) -> Path:
 def tensors(path: Path) -> dict[str, Tensor]:
     """Every whole tensor of a checkpoint, which is verified on the way."""
     with CheckpointFiles(path) as files:
-        files.verify()
+        verify_files(path, files.manifest)
         return {key: files.read(key) for key in files.manifest.by_key}
 
 

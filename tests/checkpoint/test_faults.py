@@ -30,10 +30,10 @@ from checkpoint_runs import (
 )
 
 from koushi.checkpoint import dcp
+from koushi.checkpoint.files import verify_files
 from koushi.checkpoint.folders import published
 from koushi.checkpoint.inspect import inspect
-from koushi.checkpoint.manifest import MANIFEST
-from koushi.checkpoint.tensors import CheckpointFiles
+from koushi.checkpoint.manifest import MANIFEST, read_manifest
 from koushi.cli import main
 from koushi.errors import CheckpointError, DamagedCheckpoint, KoushiError, RankFailure
 from koushi.train.resume import RunPlace, finished, run_place
@@ -99,8 +99,7 @@ def whole_ones(checkpoints: Path) -> int:
     whole = 0
     for path in published(checkpoints):
         try:
-            with CheckpointFiles(path) as files:
-                files.verify()
+            verify_files(path, read_manifest(path))
             whole += 1
         except CheckpointError:
             assert not path.exists(), f"{path} is damaged"

@@ -133,6 +133,18 @@ def test_a_wrong_value_and_a_slip_in_any_key(key: str, capsys: pytest.CaptureFix
             [DEBUG, "--steps", "2"],
             "command line (--steps 2): --steps: is not an option; did you mean --training.steps?",
         ),
+        (
+            [DEBUG, "--cp", "2"],
+            "--cp: is not an option; context parallel does not exist yet: the mesh's cp has degree 1",
+        ),
+        (
+            [DEBUG, "parallelism.expert_parallel_degree=2"],
+            "is not a key of parallelism; expert parallel does not exist yet, nor do models with experts",
+        ),
+        (
+            [DEBUG, "--activation_checkpoint.mode", "full"],
+            "activation_checkpoint: is not a section of a run file; did you mean training.recompute?",
+        ),
         ([DEBUG, "--zzz"], "--zzz: is not an option; the options are --gpus, --hardware, --pp, "),
         ([DEBUG, "tpp=2"], "tpp: is not a key of a run file; did you mean --tp (parallelism.tensor_parallel_degree)?"),
         ([DEBUG, "--gpus", "7"], "the world has 7; a world of 4 or 8, for which dp_shard follows"),

@@ -1,0 +1,65 @@
+"""Which checkpoint a path stands for, and the newest that is whole. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from koushi.checkpoint.folders import published
+from koushi.checkpoint.manifest import MANIFEST, Head, Manifest, read_manifest
+from koushi.config.schema import RopeScaling
+from koushi.errors import CheckpointError
+from koushi.models.llama.sizes import LlamaSize
+from koushi.run_folder import CHECKPOINTS
+
+
+def candidates(path: Path) -> list[Path]:
+    """The checkpoints that ``path`` stands for, newest first: itself, or those of a run folder.
+
+    Raises CheckpointError where there is none.
+    """
+    if (path / MANIFEST).exists():
+        return [path]
+    found = published(path / CHECKPOINTS) or published(path)
+    if not found:
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run folder that holds one")
+    return found
+
+
+def newest(folders: Sequence[Path]) -> tuple[Path, Manifest]:
+    """The first of ``folders`` whose manifest is whole and whose files have their full length.
+
+    Raises CheckpointError where there is none.
+    """
+    problems = []
+    for folder in folders:
+        try:
+            return folder, read_manifest(folder)
+        except CheckpointError as error:
+            problems.append(error)
+    raise none_whole(problems)
+
+
+def none_whole(problems: Sequence[Exception]) -> CheckpointError:
+    assert problems, "no folders were looked at"
+    many = f"none of {len(problems)} checkpoints is whole: " if len(problems) > 1 else ""
+    return CheckpointError(f"{many}{problems[0]}; resume from another one, or begin anew with run.resume never")
+
+
+def check_size(folder: Path, head: Head, size: LlamaSize) -> None:
+    """Raises CheckpointError, naming what differs, where the checkpoint is of another model than ``size``."""
+    theirs = head.config.get("model", {})
+    differ = [
+        f"{name} {_plain(theirs.get(name))} (here {_plain(getattr(size, name))})"
+        for name in (field.name for field in fields(size))
+        if _plain(theirs.get(name)) != _plain(getattr(size, name))
+    ]
+    if differ:
+        raise CheckpointError(f"{folder} is a checkpoint of another model: it has {', '.join(differ)}")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back."""
+    return value.model_dump(mode="json") if isinstance(value, RopeScaling) else value
