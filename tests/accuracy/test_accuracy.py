@@ -40,21 +40,21 @@ def held() -> Held:
 
 
 TIME = {
-    "bigscience-bloom": 0.06,
+    "bigscience-bloom": 0.05,
     "dgxc-benchmarking": 0.045,
     "hf-ultrascale": 0.055,
     "ibm-fsdp-blog-2403": 0.09,
     "internevo": 0.06,
     "llm-foundry": 0.05,
     "megatron-bridge": 0.05,
-    "megatron-sc21": 0.07,
+    "megatron-sc21": 0.045,
     "nemo-2407": 0.085,
     "torchao": 0.095,
     "torchtitan-perf-2024": 0.035,
     "torchtitan-prs": 0.105,
 }
 MEMORY = {"bigscience-bloom": 0.045, "hf-ultrascale": 0.075, "torchao": 0.02, "torchtitan-prs": 0.05}
-RANKS = {"bigscience-bloom": 0.5, "hf-ultrascale": 0.8, "internevo": 0.88}
+RANKS = {"bigscience-bloom": 0.6, "hf-ultrascale": 0.8, "internevo": 0.88}
 """Figures reached, with a little slack."""
 
 
