@@ -42,9 +42,9 @@ SPOILED = {
 """Words of the notes that make measurements worthless; that the run ran still counts."""
 
 CLUSTERS: Mapping[str, float] = {
-    # Jean Zay has four 100 Gb/s Omni-Path adapters per node. NCCL, by InfiniBand's verbs, had 40.5 Gb/s of one (bigscience,
-    # experiments/bandwidth/all_reduce_bench-a100-n4.txt: two channels, both through the same), here over the share that
-    # the hardware file reckons with.
+    # Jean Zay has four 100 Gb/s Omni-Path adapters per node, of one of which NCCL had 40.5 Gb/s (bigscience,
+    # experiments/bandwidth/all_reduce_bench-a100-n4.txt: two channels, both through it); here over the share that the
+    # hardware file reckons with.
     "bigscience": 4 * 40.5 / 0.85,
     # AWS p4d, EFA (pytorch.org, 14 March 2022).
     "fsdp-blog": 400.0,
