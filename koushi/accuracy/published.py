@@ -42,8 +42,10 @@ SPOILED = {
 """Words of the notes that make measurements worthless; that the run ran still counts."""
 
 CLUSTERS: Mapping[str, float] = {
-    # Jean Zay, four 100 Gb/s Omni-Path adapters per node (bigscience, train/tr11-176B-ml/README.md).
-    "bigscience": 400.0,
+    # Jean Zay has four 100 Gb/s Omni-Path adapters per node, of one of which NCCL had 40.5 Gb/s (bigscience,
+    # experiments/bandwidth/all_reduce_bench-a100-n4.txt: two channels, both through it); here over the share that the
+    # hardware file reckons with.
+    "bigscience": 4 * 40.5 / 0.85,
     # AWS p4d, EFA (pytorch.org, 14 March 2022).
     "fsdp-blog": 400.0,
 }

@@ -60,7 +60,7 @@ def _mean_line(scores: Sequence[SourceScore]) -> Cells:
         *(percent(value, signed=place == 2) for place, value in enumerate(memory)),
         "",
         _number(over(lambda one: one.rank_correlation)),
-        "",
+        _number(over(lambda one: (one.ceiling or 1.0) if one.sweeps else None)),
         percent(over(lambda one: one.regret)),
         percent(over(lambda one: one.mean_regret)),
     )

@@ -260,11 +260,12 @@ def _transfers(workload: Workload, stage: int) -> dict[tuple[Operation, Phase], 
         ("recv", "backward"): {},
         ("send", "backward"): {},
     }
-    tp = workload.mesh.degree("tp") if workload.system.sequence_parallel else 1
-    size = _activations(workload) // tp
+    size = _activations(workload) // pieces_sent(workload)
 
     def message(operation: Operation, phase: Phase) -> None:
         found[operation, phase] = {Collective("pp", operation, phase, workload.compute, size): 1}
+        if operation == "recv" and gathers_received(workload):
+            found[operation, phase][_on_tp(workload, "all_gather", phase)] = 1
 
     if held_elsewhere(workload, stage, stage - 1):
         message("recv", "forward")
@@ -273,6 +274,17 @@ def _transfers(workload: Workload, stage: int) -> dict[tuple[Operation, Phase], 
         message("send", "forward")
         message("recv", "backward")
     return found
+
+
+def pieces_sent(workload: Workload) -> int:
+    """Ranks of tp that send a message between stages together, each a piece of it."""
+    cut = workload.system.sequence_parallel or workload.system.cut_sends
+    return workload.mesh.degree("tp") if cut else 1
+
+
+def gathers_received(workload: Workload) -> bool:
+    """Whether the pieces are made whole again on arrival."""
+    return pieces_sent(workload) > 1 and not workload.system.sequence_parallel
 
 
 # Once a step.

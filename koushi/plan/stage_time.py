@@ -10,6 +10,7 @@ from typing import TypeVar
 from koushi.hardware.collective import collective_seconds, span
 from koushi.hardware.hardware import Hardware
 from koushi.hardware.matmul import streaming_seconds
+from koushi.plan.communication import gathers_received, pieces_sent
 from koushi.plan.schedule import StageSeconds, Timeline, simulate
 from koushi.plan.units import units_of
 from koushi.plan.work import Phases, block, ends, key_of
@@ -124,9 +125,12 @@ def pipeline(workload: Workload, hardware: Hardware, *, sending: bool = True) ->
 
 
 def send_seconds(workload: Workload, hardware: Hardware) -> float:
-    """A microbatch's activations to the next rank, by the slowest link that two neighbours have between them."""
-    tokens = workload.microbatch_size * workload.seq_len // workload.mesh.degree("cp")
-    size = tokens * workload.model.dim * DTYPE_BYTES[workload.compute]
-    if workload.system.sequence_parallel:
-        size //= workload.mesh.degree("tp")
-    return collective_seconds(hardware, "send", size, span(workload.mesh, "pp", hardware.inside.devices))
+    """A microbatch's activations to the next rank, by the slowest link that two neighbours have between them, with the
+    gather of what comes in pieces."""
+    tokens, domain = workload.microbatch_size * workload.seq_len // workload.mesh.degree("cp"), hardware.inside.devices
+    whole = tokens * workload.model.dim * DTYPE_BYTES[workload.compute]
+    size = whole // pieces_sent(workload)
+    seconds = collective_seconds(hardware, "send", size, span(workload.mesh, "pp", domain))
+    if gathers_received(workload):
+        seconds += collective_seconds(hardware, "all_gather", whole, span(workload.mesh, "tp", domain))
+    return seconds

@@ -91,6 +91,9 @@ class System:
     """Whether a microbatch's activations lie sequence first, so that cutting them along it copies nothing."""
     blocking_sends: bool = False
     """Whether a rank waits until what it sends to the next stage has arrived."""
+    cut_sends: bool = False
+    """Whether activations that are whole on every tp rank go between stages in pieces, one from each, and are gathered
+    on arrival (arXiv 2104.04473, section 4.1)."""
     overlap_data_parallel: bool = True
     gathers_update: Literal["by_unit", "at_once", "by_owner"] = "by_unit"
     """How ZeRO-1 gathers the parameters that it has updated: unit by unit; all in one flat call, from which the host

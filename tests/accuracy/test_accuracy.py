@@ -40,21 +40,21 @@ def held() -> Held:
 
 
 TIME = {
-    "bigscience-bloom": 0.06,
+    "bigscience-bloom": 0.05,
     "dgxc-benchmarking": 0.045,
     "hf-ultrascale": 0.055,
     "ibm-fsdp-blog-2403": 0.09,
     "internevo": 0.06,
     "llm-foundry": 0.05,
     "megatron-bridge": 0.05,
-    "megatron-sc21": 0.07,
+    "megatron-sc21": 0.045,
     "nemo-2407": 0.085,
     "torchao": 0.095,
     "torchtitan-perf-2024": 0.035,
     "torchtitan-prs": 0.105,
 }
 MEMORY = {"bigscience-bloom": 0.045, "hf-ultrascale": 0.075, "torchao": 0.02, "torchtitan-prs": 0.05}
-RANKS = {"bigscience-bloom": 0.5, "hf-ultrascale": 0.8, "internevo": 0.88}
+RANKS = {"bigscience-bloom": 0.6, "hf-ultrascale": 0.8, "internevo": 0.88}
 """Figures reached, with a little slack."""
 
 
@@ -79,6 +79,11 @@ def test_order_of_layouts(held: Held, source: str) -> None:
     assert found.ceiling is None or found.ceiling > found.rank_correlation
 
 
+def test_mean_rank_correlation_over_sources(held: Held) -> None:
+    known = [one.rank_correlation for one in held.scores if one.rank_correlation is not None]
+    assert sum(known) / len(known) >= 0.84
+
+
 def test_what_fits(held: Held) -> None:
     for source in ("bigscience-bloom", "torchtitan-perf-2024", "torchtitan-prs"):
         fit = held.of(source).fit
@@ -91,7 +96,7 @@ def test_what_fits(held: Held) -> None:
 
 @pytest.mark.parametrize(
     ("quantity", "figure", "most"),
-    [("time", "median", 0.055), ("time", "p90", 0.12), ("memory", "median", 0.045), ("memory", "p90", 0.125)],
+    [("time", "median", 0.052), ("time", "p90", 0.112), ("memory", "median", 0.042), ("memory", "p90", 0.12)],
 )
 def test_mean_over_sources(held: Held, quantity: str, figure: str, most: float) -> None:
     errors = [known for one in held.scores if (known := getattr(one, quantity)) is not None]

@@ -103,8 +103,8 @@ def test_stages_that_notes_describe() -> None:
     assert uneven.memory == "device"
     assert (uneven.workload.model.vocab_size, uneven.workload.model.learned_positions) == (250_880, 0)
     assert (uneven.workload.compute, uneven.workload.reduce) == ("float16", "float16")
-    # Four adapters of 100 Gb/s for eight devices.
-    assert uneven.hardware.network.gb_s == pytest.approx(6.25)
+    # Four adapters, of each of which NCCL had 40.5 Gb/s, for eight devices.
+    assert uneven.hardware.network.bandwidth == pytest.approx(4 * 40.5e9 / 8 / 8)
     balanced = run_of(row(**(bloom | {"layers": "70"}), notes="partition type:transformer|embed; fp32 grad"))
     assert balanced.workload.stage_layers == (5, *[6] * 10, 5)
 

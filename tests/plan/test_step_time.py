@@ -239,6 +239,23 @@ def test_messages_shrink_with_what_tensor_parallel_cuts() -> None:
     assert send_seconds(workload(pp=2, dp_shard=2), hardware) < whole, "within a node it is quicker"
 
 
+def test_whole_activations_may_go_in_pieces_and_be_gathered() -> None:
+    hardware, usual = load("h100"), workload(pp=4, tp=8)
+    whole = replace(usual, system=System(sequence_parallel=False))
+    cut = replace(usual, system=System(sequence_parallel=False, cut_sends=True))
+    assert send_seconds(usual, hardware) < send_seconds(cut, hardware) < send_seconds(whole, hardware) / 2
+
+    def sizes(asked: Workload) -> set[int]:
+        return {one.bytes for one in traffic(asked, 1) if one.submesh == "pp" and one.operation == "send"}
+
+    (size,) = sizes(whole)
+    assert sizes(cut) == sizes(usual) == {size // 8}
+    more = traffic(cut, 1) - traffic(whole, 1)
+    gathers = {one: calls for one, calls in more.items() if one.submesh == "tp"}
+    assert {one.operation for one in gathers} == {"all_gather"}
+    assert sum(gathers.values()) == 2 * cut.microbatches, "a middle stage receives from both sides"
+
+
 def test_the_slowest_of_many_sets_the_pace() -> None:
     hardware = load("h100")
     assert stragglers(hardware, 1) == 0
