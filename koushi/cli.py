@@ -20,7 +20,7 @@ import click
 
 from koushi import __version__
 from koushi.commands import plans, see, start
-from koushi.commands.group import Commands, RunFileCommand, split, world_option
+from koushi.commands.group import Commands, RunFileCommand, importing, split, world_option
 from koushi.errors import KoushiError, Stopped
 
 
@@ -83,7 +83,8 @@ def train(resume: str | None, max_restarts: int, arguments: tuple[str, ...]) -> 
       koushi train examples/debug.yaml checkpoint.every=10 --max-restarts 3
       torchrun --nproc-per-node 8 -m koushi train examples/debug.yaml
     """
-    from koushi.train.command import train as run
+    with importing():
+        from koushi.train.command import train as run
 
     run_path, overrides = split(arguments)
     run(run_path, overrides if resume is None else [*overrides, f"run.resume={resume}"], max_restarts)
@@ -106,7 +107,8 @@ def verify(steps: int, precision: Literal["float32", "float64"], arguments: tupl
     Example:
       koushi verify examples/debug.yaml --steps 2 --tp 4 --dp-shard 1
     """
-    from koushi.verify.command import verify as run
+    with importing():
+        from koushi.verify.command import verify as run
 
     run_path, overrides = split(arguments)
     run(run_path, overrides, steps, precision)
@@ -145,7 +147,8 @@ def from_hf(folder: Path, checkpoint: Path, dtype: str) -> None:
     Example:
       koushi convert from-hf models/tiny checkpoints/tiny
     """
-    from koushi.checkpoint.convert import from_hf as run
+    with importing():
+        from koushi.checkpoint.convert import from_hf as run
 
     run(folder, checkpoint, dtype)
 
@@ -168,7 +171,8 @@ def to_hf(checkpoint: Path, folder: Path, dtype: str, shard_gb: float) -> None:
     Example:
       koushi convert to-hf runs/debug models/debug --dtype bfloat16
     """
-    from koushi.checkpoint.convert import to_hf as run
+    with importing():
+        from koushi.checkpoint.convert import to_hf as run
 
     run(checkpoint, folder, dtype, shard_gb)
 
@@ -202,8 +206,9 @@ def generate(
     Example:
       koushi generate runs/debug --prompt "A list is" --max-tokens 60 --top-k 40
     """
-    from koushi.generate.command import generate as run
-    from koushi.generate.sample import Sampling
+    with importing():
+        from koushi.generate.command import generate as run
+        from koushi.generate.sample import Sampling
 
     run(path, prompt, Sampling(max_tokens, temperature, top_k, seed), tokenizer)
 
@@ -221,7 +226,8 @@ def inspect(path: Path, tensors: bool) -> None:
       koushi inspect runs/debug
       koushi inspect runs/debug/checkpoints/step-00000050 --tensors
     """
-    from koushi.checkpoint.inspect import inspect as run
+    with importing():
+        from koushi.checkpoint.inspect import inspect as run
 
     run(path, tensors)
 

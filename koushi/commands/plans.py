@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import RunFileCommand, json_option, show, split
+from koushi.commands.group import RunFileCommand, importing, json_option, show, split
 
 
 @click.command(cls=RunFileCommand)
@@ -64,7 +64,8 @@ def dry_run(as_json: bool, trace: Path | None, arguments: tuple[str, ...]) -> No
       koushi dry-run examples/debug.yaml
       koushi dry-run examples/llama_128.yaml --json
     """
-    from koushi.dryrun.command import dry_run as run
+    with importing():
+        from koushi.dryrun.command import dry_run as run
 
     run_path, overrides = split(arguments)
     run(run_path, overrides, as_data=as_json, trace=trace)
