@@ -20,7 +20,7 @@ import click
 
 from koushi import __version__
 from koushi.commands import plans, see, start
-from koushi.commands.group import Choice, Commands, RunFileCommand, Whole, split, world_option
+from koushi.commands.group import Choice, Commands, RunFileCommand, Whole, importing, split, world_option
 from koushi.errors import KoushiError, Stopped
 
 
@@ -88,7 +88,8 @@ def train(resume: str | None, max_restarts: int, arguments: tuple[str, ...]) -> 
     run_path, overrides = split(arguments)
     overrides = overrides if resume is None else [*overrides, f"run.resume={resume}"]
     check_early(run_path, overrides, launched=True)
-    from koushi.train.command import train as run
+    with importing():
+        from koushi.train.command import train as run
 
     run(run_path, overrides, max_restarts)
 
@@ -114,7 +115,8 @@ def verify(steps: int, precision: Literal["float32", "float64"], arguments: tupl
 
     run_path, overrides = split(arguments)
     check_early(run_path, overrides, launched=False)
-    from koushi.verify.command import verify as run
+    with importing():
+        from koushi.verify.command import verify as run
 
     run(run_path, overrides, steps, precision)
 
@@ -155,7 +157,8 @@ def from_hf(folder: Path, checkpoint: Path, dtype: str) -> None:
     from koushi.models.llama.hf import check_folder
 
     check_folder(folder)
-    from koushi.checkpoint.convert import from_hf as run
+    with importing():
+        from koushi.checkpoint.convert import from_hf as run
 
     run(folder, checkpoint, dtype)
 
@@ -181,7 +184,8 @@ def to_hf(checkpoint: Path, folder: Path, dtype: str, shard_gb: float) -> None:
     from koushi.checkpoint.newest import candidates
 
     candidates(checkpoint)
-    from koushi.checkpoint.convert import to_hf as run
+    with importing():
+        from koushi.checkpoint.convert import to_hf as run
 
     run(checkpoint, folder, dtype, shard_gb)
 
@@ -218,8 +222,9 @@ def generate(
 
     if not is_hf_folder(path):
         candidates(path)
-    from koushi.generate.command import generate as run
-    from koushi.generate.sample import Sampling
+    with importing():
+        from koushi.generate.command import generate as run
+        from koushi.generate.sample import Sampling
 
     run(path, prompt, Sampling(max_tokens, temperature, top_k, seed), tokenizer)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +20,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 RENAMED = {"--node-size": "--gpus-per-node"}
 """Options that had another name, which still works."""
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import what makes very many objects, none of which goes: Python would look through all of them time and again, a
+    fifth of the start of a command that needs torch."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Whole(click.IntRange):

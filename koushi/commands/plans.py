@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import RunFileCommand, Whole, json_option, show, split
+from koushi.commands.group import RunFileCommand, Whole, importing, json_option, show, split
 
 
 @click.command(cls=RunFileCommand)
@@ -68,7 +68,8 @@ def dry_run(as_json: bool, trace: Path | None, arguments: tuple[str, ...]) -> No
 
     run_path, overrides = split(arguments)
     check_early(run_path, overrides, launched=True)
-    from koushi.dryrun.command import dry_run as run
+    with importing():
+        from koushi.dryrun.command import dry_run as run
 
     run(run_path, overrides, as_data=as_json, trace=trace)
 

@@ -19,6 +19,7 @@ from koushi.dryrun.agreement import AGREES, disagreement_text, disagreements
 from koushi.dryrun.audited import audit_job
 from koushi.dryrun.extrapolate import for_audit, traces, whole
 from koushi.dryrun.findings import Finding
+from koushi.dryrun.forks import watched
 from koushi.dryrun.ranks import RankClass, rank_classes
 from koushi.dryrun.report import as_json, text
 from koushi.dryrun.trace import RankTrace
@@ -96,9 +97,11 @@ def run_dry(job: Job, *, every_event: bool = False) -> DryRun:
         many = counted(len(classes), "rank")
         click.echo(f"running {many}, all that differ, twice: for what they hold, and for the audit", err=True)
     ranks = [one.representative for one in classes]
-    found = whole(job, kind, ranks) if every_event else traces(job, kind, classes)
+    with watched("memory and collectives"):
+        found = whole(job, kind, ranks) if every_event else traces(job, kind, classes)
     audited = for_audit(job)
-    findings = audit_job(audited, kind, together=audited is not job)
+    with watched("audit"):
+        findings = audit_job(audited, kind, together=audited is not job)
     return DryRun(job, kind, classes, found, findings, disagreements(job, kind, found))
 
 

@@ -49,9 +49,8 @@ def traces(job: Job, kind: DeviceKind, classes: Sequence[RankClass]) -> list[Ran
     grouped = families(job, ranks)
     found = _stacked(job, kind, sorted({rank for family in grouped for rank in _ends_and_middle(family)}))
     for family in grouped:
-        between = _between(job, family, found)
-        missing = [rank for rank in family if rank not in found and rank not in between]
-        found |= between | _stacked(job, kind, missing)
+        found |= _between(job, family, found)
+    found |= _stacked(job, kind, [rank for rank in ranks if rank not in found])
     return [found[rank] for rank in _confirmed(job, kind, ranks, found)]
 
 

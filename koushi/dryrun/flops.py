@@ -62,6 +62,10 @@ FORMULAS: Mapping[Any, Callable[[tuple[Any, ...]], int]] = {
 }
 
 
+_FORMULAS = {id(operator): formula for operator, formula in FORMULAS.items()}
+"""By identity: an operator's hash is computed in Python."""
+
+
 class FlopLog(Observer):
     """FLOPs by phase, and how many had been done when each collective was issued."""
 
@@ -76,7 +80,7 @@ class FlopLog(Observer):
     ) -> None:
         if call is not None:
             self.before.append(self.total)
-        formula = FORMULAS.get(operator)
+        formula = _FORMULAS.get(id(operator))
         if formula is not None:
             flops = formula(args)
             self.phases[self.place()[0]] += flops

@@ -183,11 +183,14 @@ class Flow(Observer):
 
     def _read(self, tensor: Tensor) -> Value:
         storage = self._storage(tensor)
-        value = self._together([value for *_, value in storage.within(*_span(tensor))])
+        if len(storage.parts) == 1:
+            value = storage.parts[0][1]
+        else:
+            value = self._together([value for *_, value in storage.within(*_span(tensor))])
         if tensor.numel() == storage.elements:
             return value
         region = (value.content, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        return replace(value, content=hash(region))
+        return value._replace(content=hash(region))
 
     def _together(self, values: Sequence[Value]) -> Value:
         """Of elements side by side."""
@@ -227,16 +230,21 @@ class Flow(Observer):
         does = effect(operator)
         if does.kind is Kind.VIEW:
             return
-        given = {**dict(zip(does.names, args, strict=False)), **kwargs}
-        reads = tensors_in([each for name, each in given.items() if name not in does.overwritten])
-        written = tensors_in([given.get(name) for name in does.writes])
+        given = (*args, *kwargs.values())
+        reads, kept = tensors_in(given), given
+        written: tuple[Tensor, ...] = ()
+        if does.writes:
+            by_name = {**dict(zip(does.names, args, strict=False)), **kwargs}
+            reads = tensors_in([each for name, each in by_name.items() if name not in does.overwritten])
+            written = tensors_in([by_name.get(name) for name in does.writes])
+            kept = tuple(each for name, each in by_name.items() if name not in does.writes)
         known = {tensor.untyped_storage()._cdata for tensor in (*reads, *written)}
-        made = tuple(tensor for tensor in tensors_in(out) if tensor.untyped_storage()._cdata not in known)
+        made = tuple([tensor for tensor in tensors_in(out) if tensor.untyped_storage()._cdata not in known])
         if not made and not written:
             if not tensors_in(out):
                 self._needed.update(self._read(tensor).number for tensor in reads)  # for Python to act on
             return
-        rest = plain(tuple(each for name, each in given.items() if name not in does.writes))
+        rest = plain(kept)
         targets = written or made
         if does.one_by_one and len(reads) >= len(targets):
             shared = len(reads) % len(targets)
@@ -258,7 +266,7 @@ class Flow(Observer):
             self._join(targets[0], reads, values)
             return
         for index, target in enumerate(targets):
-            each = replace(result, content=hash((result.content, index))) if index else result
+            each = result._replace(content=hash((result.content, index))) if index else result
             self._write(target, each)
 
     def _arrived(self, targets: Sequence[Tensor]) -> bool:
@@ -272,7 +280,7 @@ class Flow(Observer):
         for tensor, value in zip(reads, values, strict=True):
             if tensor.numel():
                 origins = self._origins([tensor], [value])
-                storage.put(start, start + tensor.numel(), replace(value, gathered=frozenset(), origins=origins))
+                storage.put(start, start + tensor.numel(), value._replace(gathered=frozenset(), origins=origins))
                 start += tensor.numel()
 
     def _result(self, does: Effect, reads: Sequence[Tensor], values: Sequence[Value], rest: Any) -> Value:
@@ -288,7 +296,7 @@ class Flow(Observer):
             joined = self._together(values)
             gathered = joined.gathered if whole else frozenset[int]()
             origins = self._origins(reads, values)
-            return replace(joined, number=number, content=content, gathered=gathered, origins=origins)
+            return joined._replace(number=number, content=content, gathered=gathered, origins=origins)
         if does.kind is Kind.SCALE:
             main = values[max(range(len(reads)), key=lambda index: reads[index].numel())]
             by = number_among(flat(rest))
@@ -298,7 +306,7 @@ class Flow(Observer):
                 for event in main.reduced:
                     self._facts[event] = replace(self._facts[event], scaled=by)
             scale = main.scale if by is None else by
-            return replace(main, number=number, content=content, every=every, gathered=frozenset(), scale=scale)
+            return main._replace(number=number, content=content, every=every, gathered=frozenset(), scale=scale)
         if does.kind is Kind.ADD:
             if number_among(flat(rest)) is not None and not any(tensor.is_floating_point() for tensor in reads):
                 return Value(number, content)  # an index less an offset: how a rank finds its own part
@@ -356,7 +364,7 @@ class Flow(Observer):
             if call.operation != "recv":
                 self._results[event] = result.number
             for index, tensor in enumerate(call.writes):
-                each = replace(result, content=hash((result.content, index)))
+                each = result._replace(content=hash((result.content, index)))
                 if call.operation == "all_reduce" and call.reads == call.writes:
                     self._reduce_in_place(tensor, each, bits)
                 else:
@@ -368,7 +376,7 @@ class Flow(Observer):
         for first, last, value in storage.within(start, stop):
             every = value.every | bits
             some = 0 if value.zero else value.some | every  # ranks of one group hand in a zero for the same reason
-            storage.put(first, last, replace(result, every=every, some=some, zero=value.zero))
+            storage.put(first, last, result._replace(every=every, some=some, zero=value.zero))
 
     def _group_bits(self, call: Call) -> int:
         name = call.group.group_name
@@ -431,5 +439,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
     if not tensor.numel():
         return start, start
+    if tensor.is_contiguous():
+        return start, start + tensor.numel()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + int(reach) + 1

@@ -5,13 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
 
+from koushi.dryrun.progress import Progress
 from koushi.errors import RankFailure
 from koushi.train.launch import garbage_frozen
 
@@ -19,15 +21,35 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+_watching: list[Progress] = []
+"""Those that this process tells of its forks."""
+
+
+@contextmanager
+def watched(doing: str) -> Iterator[None]:
+    """Show how many of the forks that are made inside are done."""
+    progress = Progress(doing)
+    _watching.append(progress)
+    try:
+        yield
+    finally:
+        _watching.remove(progress)
+        progress.end()
+
+
 def in_forks(work: Callable[[Item], Result], items: Sequence[Item], at_once: int | None = None) -> list[Result]:
     """``work`` of every item, in a process of its own; ``at_once`` at a time, as many as there are cores by default.
 
     Results must pickle. Raises RankFailure with the first traceback; no process outlives the call.
     """
+    if not items:
+        return []
     most = at_once or len(os.sched_getaffinity(0))
     results: dict[int, Result] = {}
     running: dict[Connection, tuple[int, BaseProcess]] = {}
     waiting = list(enumerate(items))
+    for progress in _watching:
+        progress.add(len(items))
     with garbage_frozen():
         try:
             while waiting or running:
@@ -38,6 +60,8 @@ def in_forks(work: Callable[[Item], Result], items: Sequence[Item], at_once: int
                     assert isinstance(end, Connection)
                     index, process = running.pop(end)
                     results[index] = _receive(end, process)
+                    for progress in _watching:
+                        progress.step()
         finally:
             for end, (_, process) in running.items():
                 process.kill()
@@ -71,6 +95,7 @@ def _receive(end: Connection, process: BaseProcess) -> Result:  # type: ignore[t
 
 def _child(work: Callable[[Item], Result], item: Item, end: Connection) -> None:
     torch.set_num_threads(1)  # of the parent's pool no thread has come along
+    _watching.clear()
     try:
         message = (True, work(item))
     except BaseException:

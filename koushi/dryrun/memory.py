@@ -113,7 +113,7 @@ class MemoryLog(Observer):
     ) -> None:
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             self._see(tensor)
-        rule = _RULES.get(operator)
+        rule = _BY_IDENTITY.get(id(operator))
         if rule is not None:
             rule(self, args, kwargs, out)
 
@@ -191,12 +191,10 @@ class MemoryLog(Observer):
         return "logits" if is_logits else "activations"
 
     def _see(self, tensor: Tensor) -> None:
-        if tensor.device.type != self._device_type or isinstance(tensor, FakeTensor):
-            return  # fake ones are what DTensor asks about global shapes with
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._live:
-            return
+        if address in self._live or tensor.device.type != self._device_type or isinstance(tensor, FakeTensor):
+            return  # fake ones are what DTensor asks about global shapes with
         self._live[address] = (len(self.blocks), 0)
         self._references[address] = weakref.ref(storage, partial(self._gone, address))
         self.blocks.append(Block(self.place(), tuple(tensor.shape), stream=current_stream()))
@@ -251,3 +249,5 @@ _RULES: dict[Any, Rule] = {
     _aten.copy_.default: _added,
     _aten._to_copy.default: _cast,
 }
+_BY_IDENTITY = {id(operator): rule for operator, rule in _RULES.items()}
+"""An operator's hash is computed in Python."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -27,10 +27,23 @@ class Members:
 
     @cached_property
     def sequences(self) -> list[list[Event]]:
-        return [
-            [event for event in record.ledger.events if event.collective.submesh == self.submesh and _joins(event)]
-            for record in self.records
-        ]
+        """What all join in, by rank."""
+        return self._of_each(_joins)
+
+    @cached_property
+    def messages(self) -> list[list[Event]]:
+        """By rank."""
+        return self._of_each(lambda event: not event.once and not _joins(event))
+
+    def _of_each(self, chosen: Callable[[Event], bool]) -> list[list[Event]]:
+        """By rank; ranks that run alike have one list."""
+        found = {
+            id(record): [
+                event for event in record.ledger.events if event.collective.submesh == self.submesh and chosen(event)
+            ]
+            for record in {id(record): record for record in self.records}.values()
+        }
+        return [found[id(record)] for record in self.records]
 
     @property
     def places(self) -> Iterator[list[tuple[Record, int]]]:
@@ -83,6 +96,8 @@ def _apart(group: Members) -> Iterator[Finding]:
     """The first place at which a rank issues another collective than the group's first rank."""
     first, *others = group.sequences
     for rank, sequence in zip(group.ranks[1:], others, strict=True):
+        if sequence is first:
+            continue
         for index, (here, there) in enumerate(zip_longest(first, sequence)):
             if here is not None and there is not None and _kind(here) == _kind(there):
                 continue
@@ -100,16 +115,14 @@ def _unmatched(mesh: MeshSpec, group: Members) -> Iterator[Finding]:
     dims = group.submesh.split(",")
     sent: dict[tuple[int, int], list[Event]] = defaultdict(list)
     received: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    for rank, record in zip(group.ranks, group.records, strict=True):
-        for event in record.ledger.events:
-            one = event.collective
-            if one.submesh == group.submesh and one.operation in _MESSAGES and not event.once:
-                assert event.peer is not None, "a message has two ends"
-                peer = group.ranks[mesh.index(event.peer, *dims)]
-                if one.operation == "send":
-                    sent[rank, peer].append(event)
-                else:
-                    received[peer, rank].append(event)
+    for rank, messages in zip(group.ranks, group.messages, strict=True):
+        for event in messages:
+            assert event.peer is not None, "a message has two ends"
+            peer = group.ranks[mesh.index(event.peer, *dims)]
+            if event.collective.operation == "send":
+                sent[rank, peer].append(event)
+            else:
+                received[peer, rank].append(event)
     for source, target in sorted(sent.keys() | received.keys()):
         for index, (out, back) in enumerate(zip_longest(sent[source, target], received[source, target])):
             if out is not None and back is not None and _kind(out)[1:] == _kind(back)[1:]:

@@ -6,7 +6,8 @@ computes them in Python for every elementwise operator anew, which is most of a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,29 +18,48 @@ from koushi.parallel.calls import Operator, tensors_in
 Made = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Sizes, strides and dtype of a tensor that has a storage of its own, no larger than it needs."""
 
-NAMESPACES = ("aten", "koushi_dryrun")
+Outputs = tuple[Made | int | None, ...]
+"""Of an operator: tensors, numbers, and tensors that aren't there. A bare tensor is a tuple of one."""
+
+NAMESPACES = ("aten", "koushi", "koushi_dryrun")
 """Others' operators may do more than their schema says: carry something, or give back what they got."""
+
+_META = torch.device("meta")
 
 
 class _Unknown(Exception):
     """An argument that an output may depend on otherwise than by its shape."""
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is known of one operator."""
+
+    operator: Operator
+    makes: bool
+    """Whether all that it gives is new."""
+    alone: bool
+    """Whether it gives a bare tensor."""
+    outputs: dict[Hashable, Outputs]
+    """By its arguments."""
+
+
 @final
 class KnownShapes:
-    """Runs operators; those that make one new meta tensor out of meta tensors once for each kind of arguments."""
+    """Runs operators; those that make nothing but new meta tensors of meta tensors once for each kind of arguments."""
 
     def __init__(self) -> None:
-        self._makes: dict[Operator, bool] = {}
-        self._made: dict[Hashable, Made | None] = {}
+        self._known: dict[int, _Known] = {}
+        """By the identity of the operator: its hash is computed in Python."""
 
     def __call__(self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        makes = self._makes.get(operator)
-        if makes is None:
-            makes = self._makes[operator] = makes_one(operator)
-        if not makes:
+        known = self._known.get(id(operator))
+        if known is None:
+            alone = len(operator._schema.returns) == 1
+            known = self._known[id(operator)] = _Known(operator, makes_new(operator), alone, {})
+        if not known.makes:
             return operator(*args, **kwargs)
-        key: list[Hashable] = [operator]
+        key: list[Hashable] = []
         try:
             _describe(args, key)
             for name, value in kwargs.items():
@@ -48,31 +68,45 @@ class KnownShapes:
         except _Unknown:
             return operator(*args, **kwargs)
         described = tuple(key)
-        made = self._made.get(described)
-        if made is not None:
-            return torch.empty_strided(made[0], made[1], dtype=made[2], device="meta")
+        outputs = known.outputs.get(described)
+        if outputs is not None:
+            made = tuple(map(_make, outputs))
+            return made[0] if known.alone else made
         out = operator(*args, **kwargs)
-        if described not in self._made:
-            self._made[described] = _as_made(out, tensors_in((args, tuple(kwargs.values()))))
+        given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        found = _outputs((out,) if known.alone else out, given)
+        if found is None:
+            known.makes = False  # torch says so of some views
+        else:
+            known.outputs[described] = found
         return out
 
 
-def makes_one(operator: Operator) -> bool:
-    """Whether the operator's schema says that it makes one tensor out of others, and writes to none."""
+def makes_new(operator: Operator) -> bool:
+    """Whether the operator's schema says that it makes tensors out of others, and writes to none."""
     schema = operator._schema
+    returns = [str(each.type) for each in schema.returns]
     return (
         schema.name.split("::")[0] in NAMESPACES
-        and [str(each.type) for each in schema.returns] == ["Tensor"]
+        and "Tensor" in returns
+        and {"Tensor", "int", "SymInt"}.issuperset(returns)
         and all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
         and any(str(each.type) in ("Tensor", "List[Tensor]") for each in schema.arguments)
     )
+
+
+def _make(output: Made | int | None) -> Tensor | int | None:
+    if isinstance(output, tuple):
+        return torch.empty_strided(output[0], output[1], dtype=output[2], device=_META)
+    return output
 
 
 def _describe(values: tuple[Any, ...] | list[Any], key: list[Hashable]) -> None:
     """Add to ``key`` all that an output's shape can follow from. Raises _Unknown."""
     for value in values:
         if isinstance(value, Tensor):
-            if not value.is_meta or type(value) not in (Tensor, torch.nn.Parameter):
+            kind = type(value)
+            if (kind is not Tensor and kind is not torch.nn.Parameter) or not value.is_meta:
                 raise _Unknown
             key += (value.shape, value.stride(), value.dtype)
         elif isinstance(value, (list, tuple)):
@@ -82,12 +116,26 @@ def _describe(values: tuple[Any, ...] | list[Any], key: list[Hashable]) -> None:
             key.append((type(value), value))
 
 
-def _as_made(out: Tensor, given: Sequence[Tensor]) -> Made | None:
+def _outputs(out: Sequence[Tensor | int | None], given: Sequence[Tensor]) -> Outputs | None:
+    """None where what is given out next time might not be the same."""
+    taken = {each.untyped_storage()._cdata for each in given}
+    found: list[Made | int | None] = []
+    for one in out:
+        made = _as_made(one, taken) if isinstance(one, Tensor) else one
+        if isinstance(one, Tensor):
+            if made is None:
+                return None
+            taken.add(one.untyped_storage()._cdata)
+        found.append(made)
+    return tuple(found)
+
+
+def _as_made(out: Tensor, taken: Set[int]) -> Made | None:
     """None where a new tensor of the same sizes and strides would not be the same, as of views that don't say so."""
     if not out.is_meta or type(out) is not Tensor or out.storage_offset() != 0:
         return None
     storage = out.untyped_storage()
-    like = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta").untyped_storage()
-    if storage.nbytes() != like.nbytes() or storage._cdata in {each.untyped_storage()._cdata for each in given}:
+    like = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=_META).untyped_storage()
+    if storage.nbytes() != like.nbytes() or storage._cdata in taken:
         return None
     return out.shape, out.stride(), out.dtype

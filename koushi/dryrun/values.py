@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,9 +17,8 @@ NOWHERE = 0
 """As a set of mesh dims, which are bits: none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What is known of some elements, all of them alike."""
+class Value(NamedTuple):
+    """What is known of some elements, all of them alike. A tuple, since a step makes a hundred thousand."""
 
     number: int
     """The step of the computation that made it; 0: nobody saw it made."""
@@ -90,8 +88,18 @@ class Effect:
     divides: bool
 
 
-@cache
+_effects: dict[int, tuple[Operator, Effect]] = {}
+"""By the identity of the operator: its hash is computed in Python."""
+
+
 def effect(operator: Operator) -> Effect:
+    known = _effects.get(id(operator))
+    if known is None:
+        known = _effects[id(operator)] = (operator, _effect(operator))
+    return known[1]
+
+
+def _effect(operator: Operator) -> Effect:
     schema = operator._schema
     name = schema.name.split("::")[1]
     written = tuple(each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write)

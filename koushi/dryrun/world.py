@@ -10,9 +10,10 @@ One world per process: torch keeps process groups in caches that outlive them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any, Literal, cast
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -29,9 +31,12 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from koushi.mesh import MeshSpec
 from koushi.parallel import frames
+from koushi.parallel.ledger import Recorder
+from koushi.parallel.recompute import Giving, Keeping
 
 DeviceKind = Literal["cpu", "cuda"]
 META = torch.device("meta")
@@ -115,7 +120,7 @@ def world(spec: MeshSpec, rank: int, kind: DeviceKind) -> Iterator[torch.device]
     """Be ``rank`` of the world that ``spec`` describes, on devices of ``kind``; gives the device to build on."""
     assert not dist.is_initialized(), "a process can be one rank of one world, once"
     dist.init_process_group(BACKEND, rank=rank, world_size=spec.world_size, store=FakeStore())
-    with patched(kind), patch.object(device_mesh, "new_group", partial(_own_group, rank)):
+    with patched(kind), _one_mesh_each(), patch.object(device_mesh, "new_group", partial(_own_group, rank)):
         yield META
 
 
@@ -125,6 +130,21 @@ _new_group = device_mesh.new_group
 def _own_group(rank: int, ranks: Sequence[int], **options: Any) -> Any:
     """A mesh makes the groups of all its ranks; 16,384 ranks have 36,000 of them."""
     return _new_group(ranks, **options) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+
+@contextmanager
+def _one_mesh_each() -> Iterator[None]:
+    """Make every submesh once: torch makes one for each parameter and each time it is asked, of a list of all ranks,
+    and goes through two such lists whenever it compares the meshes of two tensors."""
+    joined = cache(lambda *meshes: _concatenate(list(meshes)))
+    with (
+        patch.object(DeviceMesh, "__getitem__", cache(DeviceMesh.__getitem__)),
+        patch.object(DeviceMesh, "_concatenate", staticmethod(lambda meshes: joined(*meshes))),
+    ):
+        yield
+
+
+_concatenate = DeviceMesh._concatenate
 
 
 @contextmanager
@@ -148,7 +168,20 @@ def patched(kind: DeviceKind) -> Iterator[None]:
         patch("torch.optim.adam._get_fused_kernels_supported_devices", lambda: fused, create=True),
         patch.object(F, "scaled_dot_product_attention", _ATTENTION[kind]),
         patch.object(F, "rms_norm", fused_rms_norm) if kind == "cuda" else nullcontext(),
+        # Draws numbers for weights that on meta hold none.
+        patch.object(nn.Linear, "reset_parameters", lambda self: None),
+        _unguarded(Recorder, Keeping, Giving),
     ):
+        yield
+
+
+@contextmanager
+def _unguarded(*modes: type[TorchDispatchMode]) -> Iterator[None]:
+    """Hand operators straight to ``modes``. Torch keeps torch.compile out of a mode by a guard around it, which takes
+    longer than most modes do; where nothing is compiled, there is nothing to keep out."""
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(patch.object(mode, "__torch_dispatch__", inspect.unwrap(mode.__torch_dispatch__)))
         yield
 
 

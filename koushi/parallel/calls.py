@@ -113,9 +113,15 @@ def tensors_in(value: Any) -> tuple[Tensor, ...]:
     """Every tensor of a nest of lists and tuples."""
     if isinstance(value, Tensor):
         return (value,)
-    if isinstance(value, (list, tuple)):
-        return tuple(tensor for each in value for tensor in tensors_in(each))
-    return ()
+    if not isinstance(value, (list, tuple)):
+        return ()
+    found: list[Tensor] = []
+    for each in value:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += tensors_in(each)
+    return tuple(found)
 
 
 def _arguments(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:

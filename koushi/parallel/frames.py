@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -33,11 +34,13 @@ def _code(function: Callable[..., Any]) -> CodeType:
     return found.__code__
 
 
-GATHERING = frozenset({_code(FSDPParamGroup.unshard), _code(FSDPParamGroup.wait_for_unshard)})
-REDUCING = frozenset({_code(FSDPParamGroup.post_backward), _code(FSDPParamGroup.finalize_backward)})
+GATHERING = (_code(FSDPParamGroup.unshard), _code(FSDPParamGroup.wait_for_unshard))
+REDUCING = (_code(FSDPParamGroup.post_backward), _code(FSDPParamGroup.finalize_backward))
 """Part of backward also where pipelining or FSDP runs it when autograd is through."""
 EXCHANGING = _code(_batch_p2p)
 GREETING = _code(_PipelineSchedule._warmup_p2p)
+_SOUGHT = {id(code): code for code in (*GATHERING, *REDUCING, EXCHANGING, GREETING)}
+"""By identity: the hash of a code object goes through all of it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -72,17 +75,21 @@ def caller() -> Caller:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if sharded is None and (code in REDUCING or code in GATHERING):
-            sharded = frame.f_locals["self"].modules[0]
-            reduces = code in REDUCING
-        in_pipeline = in_pipeline or code is EXCHANGING
-        greets = greets or code is GREETING
+        if id(code) in _SOUGHT:
+            if code is EXCHANGING:
+                in_pipeline = True
+            elif code is GREETING:
+                greets = True
+            elif sharded is None:
+                sharded = frame.f_locals["self"].modules[0]
+                reduces = code in REDUCING
         if site is None and not code.co_filename.startswith(TORCH) and code.co_filename not in PASSED_OVER:
             site = Site(_short(code.co_filename), frame.f_lineno)
         frame = frame.f_back
     return Caller(site or Site("?", 0), sharded, reduces, in_pipeline, greets)
 
 
+@cache
 def _short(file: str) -> str:
     path = Path(file)
     return path.relative_to(ABOVE).as_posix() if path.is_relative_to(ABOVE) else file

@@ -70,10 +70,8 @@ class Ledger:
         return Counter(event.collective for event in self.events if not event.once)
 
 
-def current_node() -> Node | None:
-    """What autograd goes back through; private, and declared by torch as if it were always there."""
-    node: Node | None = cast("Any", torch._C)._current_autograd_node()
-    return node
+current_node: Callable[[], Node | None] = cast("Any", torch._C)._current_autograd_node
+"""What autograd goes back through; private, and declared by torch as if it were always there."""
 
 
 class Observer(ABC):
@@ -118,7 +116,8 @@ class Recorder(TorchDispatchMode):
         self._observers = tuple(observers)
         self._run = run
         self._events: list[Event] = []
-        self._readers: dict[Operator, Reader | None] = {}
+        self._readers: dict[int, tuple[Operator, Reader | None]] = {}
+        """By the identity of the operator: its hash is computed in Python."""
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._modules = _Modules(parts)
         self._exchanges = Exchanges()
@@ -167,9 +166,10 @@ class Recorder(TorchDispatchMode):
         node = current_node()
         if node is not None:
             self._last_backward = len(self._events)
-        if func not in self._readers:
-            self._readers[func] = reader(func)
-        read = self._readers[func]
+        known = self._readers.get(id(func))
+        if known is None:
+            known = self._readers[id(func)] = (func, reader(func))
+        read = known[1]
         call = None
         if read is not None:
             call = read(func, args, kwargs, out)

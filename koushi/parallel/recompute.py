@@ -44,7 +44,7 @@ _Outputs = deque[tuple[Operator, Any]]
 
 
 @final
-class _Keeping(TorchDispatchMode):
+class Keeping(TorchDispatchMode):
     """Of forward: keeps outputs."""
 
     def __init__(self, outputs: _Outputs):
@@ -87,7 +87,7 @@ class _Keeping(TorchDispatchMode):
 
 
 @final
-class _Giving(TorchDispatchMode):
+class Giving(TorchDispatchMode):
     """Of the forward that backward runs again: gives what was kept, each once."""
 
     def __init__(self, outputs: _Outputs):
@@ -131,7 +131,7 @@ def contexts(mode: Literal["selective", "full"]) -> Contexts:
     if mode == "full":
         return nullcontext(), nullcontext()
     outputs: _Outputs = deque()
-    return _Keeping(outputs), _Giving(outputs)
+    return Keeping(outputs), Giving(outputs)
 
 
 def apply(block: nn.Module, mode: Literal["none", "selective", "full"]) -> nn.Module:

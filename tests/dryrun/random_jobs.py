@@ -75,7 +75,9 @@ def drawn(random: Random) -> Overrides:
     model = dict(_model(random))
     layers = model["model.n_layers"]
     assert isinstance(layers, int), "a count"
-    return tuple(f"{key}={value}" for key, value in (model | dict(_layout(random, layers)) | dict(_step(random))).items())
+    return tuple(
+        f"{key}={value}" for key, value in (model | dict(_layout(random, layers)) | dict(_step(random))).items()
+    )
 
 
 def random_jobs(folder: Path, seed: int) -> Iterator[tuple[Overrides, Job]]:

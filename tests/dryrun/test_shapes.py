@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from koushi.dryrun.shapes import KnownShapes, makes_one
+from koushi.dryrun.shapes import KnownShapes, makes_new
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ def test_known_shapes_are_torchs() -> None:
     for _ in range(2):
         for name, call in CALLS.items():
             operator, args = call()
-            assert makes_one(operator), name
+            assert makes_new(operator), name
             assert layout(run(operator, args, {})) == layout(operator(*args)), name  # type: ignore[operator]
 
 
@@ -81,12 +81,12 @@ def test_what_writes_views_or_carries_is_run() -> None:
         torch.ops._c10d_functional.wait_tensor.default,
         torch.ops.c10d.send.default,
     ):
-        assert not makes_one(operator), operator
+        assert not makes_new(operator), operator
 
 
 def test_a_view_that_does_not_say_so_is_run_each_time() -> None:
     run = KnownShapes()
-    assert makes_one(aten._unsafe_view.default)
+    assert makes_new(aten._unsafe_view.default)
     for _ in range(3):
         x = meta(4, 6)
         out = run(aten._unsafe_view.default, (x, [2, 12]), {})
