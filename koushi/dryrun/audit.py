@@ -46,7 +46,7 @@ def _counted_by_one(groups: Sequence[Members]) -> set[tuple[int, int]]:
 def _gathered_from_one(groups: Sequence[Members]) -> set[tuple[int, int]]:
     """Gathers to which one rank of the group alone brings more than padding: all that anyone then uses is that rank's
     piece. Record and event."""
-    found = set()
+    found: set[tuple[int, int]] = set()
     for group in groups:
         for place in group.places:
             if sum(not record.facts[number].padding for record, number in place) == 1:

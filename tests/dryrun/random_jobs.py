@@ -75,9 +75,8 @@ def drawn(random: Random) -> Overrides:
     model = dict(_model(random))
     layers = model["model.n_layers"]
     assert isinstance(layers, int), "a count"
-    return tuple(
-        f"{key}={value}" for key, value in (model | dict(_layout(random, layers)) | dict(_step(random))).items()
-    )
+    every = {**model, **dict(_layout(random, layers)), **dict(_step(random))}
+    return tuple(f"{key}={value}" for key, value in every.items())
 
 
 def random_jobs(folder: Path, seed: int) -> Iterator[tuple[Overrides, Job]]:

@@ -85,6 +85,14 @@ QUADS = {
     "zero bubble tp": (PIPELINE, TENSOR, schedule("InterleavedZeroBubble"), *LONG),
     "1f1b tp selective": (PIPELINE, TENSOR, schedule("1F1B"), *LONG, "training.recompute=selective"),
     "fsdp tp full": (SHARD, TENSOR, *LONG, *MIXED, "training.recompute=full"),
+    "gpipe fsdp one forward": (
+        *(PIPELINE, SHARD, schedule("GPipe"), *LONG, "training.global_batch_size=2"),
+        *("model.dim=256", "model.ffn_dim=1024"),
+    ),
+    "1f1b fsdp sums in bfloat16": (
+        *(PIPELINE, SHARD, schedule("1F1B"), *LONG, "precision.reduce=bfloat16", "training.recompute=full"),
+        *("model.n_layers=2", "model.ffn_dim=2048", "model.vocab_size=4096"),
+    ),
 }
 
 
