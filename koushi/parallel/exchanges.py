@@ -6,10 +6,8 @@ A send says nothing of what it carries; the stage that makes it does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import wraps
-from typing import final
-from unittest.mock import patch
+from typing import Any, final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -39,15 +37,21 @@ class Exchanges:
 
     def __init__(self) -> None:
         self._phases: dict[int, tuple[Tensor, Phase]] = {}
-        self._patches = ExitStack()
+        self._own: dict[str, Any] = {}
+        """What the class itself had under a name, if not its base's."""
 
     def attach(self) -> None:
         for name, phase in _MAKERS:
-            noting = self._noting(getattr(PipelineStage, name), phase)
-            self._patches.enter_context(patch.object(PipelineStage, name, noting))
+            self._own[name] = vars(PipelineStage).get(name)
+            setattr(PipelineStage, name, self._noting(getattr(PipelineStage, name), phase))
 
     def detach(self) -> None:
-        self._patches.close()
+        for name, own in self._own.items():
+            if own is None:
+                delattr(PipelineStage, name)
+            else:
+                setattr(PipelineStage, name, own)
+        self._own.clear()
         self._phases.clear()
 
     def phase(self, tensor: Tensor) -> Phase | None:

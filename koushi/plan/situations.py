@@ -81,18 +81,20 @@ def _every(order: Order, microbatches: int, habits: Habits, kinds: tuple[int, ..
     found: dict[tuple[object, ...], Situation] = {}
 
     def note(step: Step, stage: int) -> None:
-        key = (step, kinds[stage], stage not in whole, stage in late, tuple(reduced), tuple(counts))
+        key = (step, kinds[stage], stage not in whole, stage in late, done_with, tuple(counts))
         if key not in found:
             found[key] = Situation(*key, stage, in_flight)
 
-    for (step, stage, _), after in zip(order, (*order[1:], None), strict=True):
-        if step != "F" or after is None or after[:2] != ("F", stage):  # the next of several forwards holds more
-            note(step, stage)
+    done_with = tuple(reduced)
+    for place, (step, stage, _) in enumerate(order, 1):
         kind = kinds[stage]
         if step == "F":
+            if place == len(order) or order[place][:2] != ("F", stage):  # the next of several forwards holds more
+                note(step, stage)
             counts[kind] += 1
             in_flight += 1
             continue
+        note(step, stage)
         if step != "W":
             counts[kind] -= 1
             if step == "I" or habits.wholes_stay:
@@ -100,8 +102,9 @@ def _every(order: Order, microbatches: int, habits: Habits, kinds: tuple[int, ..
                 counts[SENT * many + kind] += sent[stage] <= habits.most_sent
         summed, waits = _gradients(step, stage, stage in whole, stage in late, habits.adds_late)
         for what, has, stages in ((WHOLE, summed, whole), (LATE, waits, late)):
-            counts[what * many + kind] += has - (stage in stages)
-            (stages.add if has else stages.discard)(stage)
+            if has is not (stage in stages):
+                counts[what * many + kind] += 1 if has else -1
+                (stages.add if has else stages.discard)(stage)
         if step == "I":
             counts[HALVES * many + kind] += 1
             continue
@@ -114,6 +117,7 @@ def _every(order: Order, microbatches: int, habits: Habits, kinds: tuple[int, ..
             counts[WHOLE * many + kind] -= summed
             counts[LATE * many + kind] -= waits
             reduced[kind] += 1
+            done_with = tuple(reduced)
     return found.values()
 
 
@@ -132,7 +136,7 @@ def _outstanding(found: Iterable[Situation]) -> list[Situation]:
     for one in sorted(found, key=lambda one: -sum(one.counts)):
         others = alike.setdefault(one[:ALIKE], [])
         counts = one.counts
-        for other in others:
+        for other in reversed(others):
             if all(map(ge, other.counts, counts)):
                 break
         else:

@@ -30,7 +30,9 @@ def unshards_of_rank(schedule: str, pp: int, n_stages: int, microbatches: int, c
     coming: list[tuple[int, ...]] = []
     ahead: list[int] = []
     for stage in reversed(stages):
-        ahead = [stage, *(other for other in ahead if other != stage)]
+        if stage in ahead:
+            ahead.remove(stage)
+        ahead.insert(0, stage)
         coming.append(tuple(ahead[:MOST_UNSHARDED]))
     gathered: Counter[int] = Counter()
     there: tuple[int, ...] = ()
