@@ -24,8 +24,8 @@ RENAMED = {"--node-size": "--gpus-per-node"}
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import what makes very many objects, none of which goes: Python would look through all of them time and again, a
-    fifth of the start of a command that needs torch."""
+    """Import what makes very many objects, none of which goes: Python would look through all of them time and again,
+    and once more as it ends, which is a third of the time of a command that does little but import torch."""
     gc.disable()
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -11,11 +12,23 @@ import pytest
 
 from koushi.check.check import check
 from koushi.cli import main
+from koushi.commands.group import importing
 from koushi.config.load import load, load_config
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "examples" / "debug.yaml")
 LARGE = str(ROOT / "examples" / "llama_128.yaml")
+
+
+def test_imports_are_not_looked_through() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with importing():
+            assert not gc.isenabled()
+            made = [[] for _ in range(1000)]
+        assert gc.isenabled() and gc.get_freeze_count() > before + len(made)
+    finally:
+        gc.unfreeze()
 
 
 def ended(*arguments: str) -> int:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 
-from koushi.dryrun.forks import in_forks
+from koushi.dryrun.forks import in_forks, watched
 from koushi.errors import RankFailure
 
 
@@ -42,3 +43,29 @@ def killed(item: int) -> int:
 def test_a_killed_process_is_told() -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
         in_forks(killed, [0])
+
+
+def nested(item: int) -> int:
+    return sum(value for value, _ in in_forks(tenfold, range(item)))
+
+
+def test_on_a_terminal_it_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with watched("audit"):
+        assert in_forks(nested, [3], at_once=1) == [30]
+        in_forks(tenfold, [1, 2], at_once=1)
+    in_forks(tenfold, [1])
+    shown = capsys.readouterr().err.split("\r\x1b[K")
+    assert [one.rpartition(",")[0] for one in shown] == [
+        "", "audit: 0 of 1 runs", "audit: 1 of 1 runs", "audit: 1 of 3 runs", "audit: 2 of 3 runs",
+        "audit: 3 of 3 runs", "",
+    ]  # fmt: skip
+    assert shown[-1] == ""
+
+
+def test_elsewhere_it_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with watched("audit"):
+        in_forks(tenfold, [1])
+    assert capsys.readouterr() == ("", "")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from koushi.dryrun import world  # noqa: F401  that defines operators
 from koushi.dryrun.shapes import KnownShapes, makes_new
+from koushi.parallel.calls import tensors_in
+from koushi.parallel.collectives import REDUCE_SCATTER
 
 aten = torch.ops.aten
 
@@ -45,6 +50,36 @@ def test_known_shapes_are_torchs() -> None:
             operator, args = call()
             assert makes_new(operator), name
             assert layout(run(operator, args, {})) == layout(operator(*args)), name  # type: ignore[operator]
+
+
+def attention(tokens: int) -> tuple[object, tuple[object, ...]]:
+    q, k = (meta(2, heads, tokens, 8, dtype=torch.bfloat16) for heads in (4, 2))
+    return aten._scaled_dot_product_flash_attention.default, (q, k, k, 0.0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("operator", "args"),
+    (
+        attention(16),
+        attention(24),
+        (torch.ops.koushi_dryrun.rms_norm.default, (meta(3, 5), meta(5))),
+        (REDUCE_SCATTER, (meta(4, 6), 0, 2, "any")),
+    ),
+)
+def test_several_outputs_are_known_together(operator: Callable[..., Any], args: tuple[object, ...]) -> None:
+    run = KnownShapes()
+    assert makes_new(operator)
+    expected, first, second = operator(*args), run(operator, args, {}), run(operator, args, {})
+    for found in (first, second):
+        assert described(found) == described(expected)
+    storages = [one.untyped_storage()._cdata for one in (*tensors_in((first,)), *tensors_in((second,)))]
+    assert len(storages) == 2 * len(tensors_in((expected,))) == len(set(storages))
+
+
+def described(out: object) -> object:
+    if isinstance(out, tuple):
+        return tuple(map(described, out))
+    return layout(out) if isinstance(out, Tensor) else out
 
 
 def test_a_keyword_makes_a_difference() -> None:

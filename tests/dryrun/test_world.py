@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import schedules
@@ -20,6 +21,8 @@ from koushi.errors import RankFailure
 from koushi.mesh import MeshSpec
 from koushi.parallel.calls import tensors_in
 from koushi.parallel.device_mesh import build_mesh
+from koushi.parallel.ledger import Recorder
+from koushi.parallel.recompute import Giving, Keeping
 
 
 def test_what_is_replaced_is_called_as_before() -> None:
@@ -41,7 +44,10 @@ def test_what_is_replaced_is_called_as_before() -> None:
 @pytest.mark.parametrize("kind", ("cpu", "cuda"))
 def test_everything_is_put_back(kind: DeviceKind) -> None:
     before = F.scaled_dot_product_attention, F.rms_norm, torch.random.fork_rng, FSDPParam.reset_sharded_param
+    guarded = [mode.__torch_dispatch__ for mode in (Recorder, Keeping, Giving)]
     with patched(kind):
+        for mode, guard in zip((Recorder, Keeping, Giving), guarded, strict=True):
+            assert mode.__torch_dispatch__ is not guard, f"torch no longer wraps {mode.__name__}'s"
         assert F.scaled_dot_product_attention is not before[0]
         assert (F.rms_norm is fused_rms_norm) == (kind == "cuda")
     assert before == (
@@ -50,6 +56,7 @@ def test_everything_is_put_back(kind: DeviceKind) -> None:
         torch.random.fork_rng,
         FSDPParam.reset_sharded_param,
     )
+    assert guarded == [mode.__torch_dispatch__ for mode in (Recorder, Keeping, Giving)]
     assert "meta" not in vars(torch)
 
 
@@ -133,3 +140,16 @@ def test_a_process_is_one_rank_once() -> None:
 def test_the_fake_backend_is_named_for_meta() -> None:
     """Without it point-to-point batches find no backend for meta tensors."""
     assert dict(pair.split(":") for pair in BACKEND.split(",")) == {"cpu": "fake", "meta": "fake"}
+
+
+def submeshes(spec: MeshSpec) -> list[bool]:
+    with world(spec, 5, "cuda") as device:
+        mesh = build_mesh(spec, device.type)
+        joined = [DeviceMesh._concatenate([mesh["dp_shard"], mesh["tp"]]) for _ in range(2)]
+        found = [mesh["tp"] is mesh["tp"], joined[0] is joined[1], joined[0] == mesh["dp_shard", "tp"]]
+    return [*found, DeviceMesh._concatenate([mesh["dp_shard"], mesh["tp"]]) is not joined[0]]
+
+
+def test_a_submesh_is_made_once() -> None:
+    (found,) = in_forks(submeshes, [MeshSpec.of(pp=2, dp_shard=2, tp=2)])
+    assert all(found)
