@@ -69,14 +69,14 @@ class AtMoment(NamedTuple):
     """Of which of them a sum, for which another backward has to begin after one that is done."""
     acting: Counts
     """Stages in the middle that begin a backward."""
+    gathered: tuple[Counts, ...]
+    """Among these are those of the rank's stages that are kept gathered at once; what is done with is freed."""
 
 
 class Share(NamedTuple):
     """What a rank of a pipeline holds."""
 
     stages: Counts
-    largest: tuple[Counts, ...]
-    """Among these are those of its stages that are kept gathered at once."""
     moments: tuple[AtMoment, ...]
 
 
@@ -158,8 +158,9 @@ def share(n_layers: int, pipeline: Pipeline, microbatches: int, rank: int) -> Sh
     stages = _stages(n_layers, pp, per_rank, v_shaped, rank)
     every = stages.among(stages.down[-1], per_rank)
     if v_shaped:
+        largest = _largest(stages, 0)
         found = [
-            AtMoment(_on_a_v(stages, down, up), NO_COUNTS, *(every if adding else NO_COUNTS,) * 2, NO_COUNTS)
+            AtMoment(_on_a_v(stages, down, up), NO_COUNTS, *(every if adding else NO_COUNTS,) * 2, NO_COUNTS, largest)
             for down, up, adding in v_moments(pp, microbatches, rank)
         ]
     else:
@@ -168,23 +169,35 @@ def share(n_layers: int, pipeline: Pipeline, microbatches: int, rank: int) -> Sh
             _at_moment(stages, moment, each, microbatches)
             for moment in moments(schedule, pp, per_rank, microbatches, rank)
         ]
-    return Share(every, _largest(stages), tuple(found))
+    return Share(every, tuple(found))
 
 
 def _at_moment(stages: _Stages, moment: Moment, each: int, microbatches: int) -> AtMoment:
-    begun, added_up = _adding(stages, moment, each, microbatches), _added_up(moment, each)
-    summed = begun if added_up == moment else _adding(stages, added_up, each, microbatches)
+    done, added_up = _done(moment, each, microbatches), _added_up(moment, each)
+    begun = _adding(stages, moment, each, done)
     return AtMoment(
-        _kept(stages, moment, each), _halves(stages, moment, each), begun, summed, _acting(stages, moment, each)
+        _kept(stages, moment, each),
+        _halves(stages, moment, each),
+        begun,
+        begun if added_up == moment else _adding(stages, added_up, each, done),
+        _acting(stages, moment, each),
+        _largest(stages, done),
     )
 
 
-def _largest(stages: _Stages) -> tuple[Counts, ...]:
-    """The largest in the middle, and the ends."""
-    layers, per_rank = stages.layers, len(stages.layers)
-    ends = [Counts(layers[0], first=1)] * stages.first + [Counts(layers[-1], last=1)] * stages.last
-    middle = sorted(layers[stages.first : per_rank - stages.last])[-MOST_UNSHARDED:]
+@cache
+def _largest(stages: _Stages, done: int) -> tuple[Counts, ...]:
+    """The largest in the middle, and the ends, of all but those that are done with their last backward."""
+    layers = stages.layers[: len(stages.layers) - done]
+    first, last = stages.first, stages.last * (not done)
+    ends = [Counts(layers[0], first=1)] * first + [Counts(layers[-1], last=1)] * last
+    middle = sorted(layers[first : len(layers) - last])[-MOST_UNSHARDED:]
     return (*(Counts(count, middle=1) for count in middle), *ends)
+
+
+def _done(moment: Moment, each: int, microbatches: int) -> int:
+    """Stages that have begun every backward at one turn."""
+    return moment.backwards // each if each == microbatches else 0
 
 
 def _on_a_v(stages: _Stages, down: int, up: int) -> Counts:
@@ -217,13 +230,13 @@ def _halves(stages: _Stages, moment: Moment, each: int) -> Counts:
     return Counts(layers, first, backwards - freed - first - last, last)
 
 
-def _adding(stages: _Stages, moment: Moment, each: int, microbatches: int) -> Counts:
+def _adding(stages: _Stages, moment: Moment, each: int, done: int) -> Counts:
     """Of stages that have begun to add up gradients, without those that are done: these hold shards only."""
     per_rank = len(stages.layers)
     if not moment.freed:
         return NO_COUNTS
     begun = min(per_rank, -(-moment.freed // each))
-    done = min(begun, moment.backwards // each if each == microbatches else 0)
+    done = min(begun, done)
     first, last = int(begun == per_rank) * stages.first, int(done == 0 < begun) * stages.last
     return Counts(stages.up[begun] - stages.up[done], first, begun - done - first - last, last)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import fragmentation_bytes, runtime_bytes
 from koushi.plan.layouts import Layout, Pipeline, Split, mesh_of
-from koushi.plan.moments import Family, fewest_in_flight, fewest_layers, share
+from koushi.plan.moments import Counts, Family, fewest_in_flight, fewest_layers, share
 from koushi.plan.operations import Device
 from koushi.plan.pipelined import backward, buffer_bytes, forward
 from koushi.plan.stages import Stage, stage_of
@@ -133,24 +133,28 @@ class Room:
         """States before data parallel cuts them, and what else a rank holds at its fullest moment."""
         kinds = self._kinds_of(split, recompute)
         held = share(self.base.model.n_layers, pipeline, split.microbatches, rank)
-        stages, gradient, gathered = held.stages, self._widths[0], 0
-        if split.data_parallel > 1:
+        stages, gradient, shared = held.stages, self._widths[0], split.data_parallel > 1
+        if shared:
             gradient = self._widths[2]
-            gathered = sum(sorted(one.of(kinds.whole) for one in held.largest)[-MOST_UNSHARDED:])
         first, middle, last = kinds.buffers
         buffers = stages.first * first + stages.middle * middle + stages.last * last
         # A sum is there in the reduction's dtype, what waits to be added in that of compute.
         splits = SCHEDULES[pipeline.schedule].splits_backward
         late = min(gradient, self._widths[1]) if splits else gradient
         most = 0
-        for kept, halves, begun, summed, acting in held.moments:
+        gathering: tuple[Counts, ...] = ()
+        gathered = 0
+        for kept, halves, begun, summed, acting, there_is in held.moments:
             there = kept.of(kinds.kept) + late * begun.of(kinds.whole) + (gradient - late) * summed.of(kinds.whole)
             if any(halves) or acting.middle:
                 backwards = self._backwards_of(split, recompute)
                 there += halves.of(backwards.half) + acting.middle * backwards.acts[splits]
-            most = max(most, there)
+            if shared and there_is is not gathering:
+                gathering = there_is
+                gathered = sum(sorted(one.of(kinds.whole) for one in gathering)[-MOST_UNSHARDED:])
+            most = max(most, there + gathered * self._widths[1])
         states = 3.0 * self._widths[0] * stages.of(kinds.whole)
-        return states, float(gathered * self._widths[1]) + buffers * split.microbatches + most
+        return states, float(buffers * split.microbatches + most)
 
     def _device(self, split: Split, active: float) -> float:
         unused = fragmentation_bytes(int(active), self.device, self.base.system.expandable_segments)

@@ -218,14 +218,24 @@ class _Search:
         split, recompute, pipeline = group.split, group.recompute, group.pipeline
         for layout in spread(split, recompute, pipeline):
             memory = self.costs.memory_floor(split, layout)
-            if memory > self.costs.capacity:
-                self._set_aside(memory, group_floor, _One(split, layout, memory, exact=False))
-                if not layout.reshard_after_forward:
-                    return  # fewer shards are larger still, and gathered parameters that stay come last
-            elif not self.found.is_beaten(group_floor, memory, layout):
-                floor = self.costs.layout_floor(split, layout)
-                if not self.found.is_beaten(floor, memory, layout):
-                    self._push(floor, _One(split, layout, memory, exact=False))
+            self._weigh(split, layout, group_floor, memory)
+            if memory > self.costs.capacity and not layout.reshard_after_forward:
+                break  # fewer shards are larger still, and gathered parameters that stay come last
+        else:
+            return
+        # But where nothing is cut, nothing is gathered.
+        whole = layout._replace(dp_replicate=split.data_parallel, dp_shard=1)
+        if (least := self.costs.memory_floor(split, whole)) < memory:
+            self._weigh(split, whole, group_floor, least)
+
+    def _weigh(self, split: Split, layout: Layout, floor: float, memory: float) -> None:
+        """Set a layout aside as too large, or ask again when its turn comes; ``memory`` is a bound."""
+        if memory > self.costs.capacity:
+            self._set_aside(memory, floor, _One(split, layout, memory, exact=False))
+        elif not self.found.is_beaten(floor, memory, layout):
+            floor = self.costs.layout_floor(split, layout)
+            if not self.found.is_beaten(floor, memory, layout):
+                self._push(floor, _One(split, layout, memory, exact=False))
 
     def _judge(self, one: _One, floor: float) -> None:
         """In the order of what each step costs; memory's bound gets closer with every rank."""

@@ -11,7 +11,7 @@ import pytest
 
 from koushi.hardware.hardware import Hardware, load
 from koushi.models.llama.sizes import LlamaSize
-from koushi.plan.layouts import Layout, Pipeline, Question, layers_of, layouts, mesh_of, split_of
+from koushi.plan.layouts import Layout, Pipeline, Question, Split, layers_of, layouts, mesh_of, split_of
 from koushi.plan.memory import every_rank
 from koushi.plan.moments import (
     FAMILIES,
@@ -207,7 +207,7 @@ def test_no_second_rank_has_less_in_flight_than_its_family() -> None:
             layers = fewest_layers(n_layers, pp)
             assert found.stages.layers >= layers
             assert kept.layers >= fewest_in_flight(family, pp, microbatches) * layers, (schedule, pp, per_rank)
-            gathered = sorted(one.layers for one in found.largest)[-MOST_UNSHARDED:]
+            gathered = sorted(one.layers for one in found.moments[0].gathered)[-MOST_UNSHARDED:]
             assert sum(gathered) >= min(layers, MOST_UNSHARDED)
     assert len(tried) == 3
     assert min(tried.values()) > 500
@@ -310,3 +310,40 @@ def test_layers_of_stages_are_divided_as_check_does() -> None:
     layout = Layout(1, Pipeline(4, "Interleaved1F1B", 2), 1, 1, 1, "none", False)
     base = base_of(replace(WORLDS["roomy"][0], size=replace(SIZE, n_layers=11)))
     assert layout.of(base).stage_layers == layers_of(11, 8)
+
+
+def test_what_gathers_nothing_may_be_smaller_than_fewer_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gathers in float32 take more room than shards of bfloat16 spare."""
+    size = replace(SIZE, vocab_size=512, n_layers=2, n_heads=8)
+    question = Question(size, 8, 16, 1024, False)
+    base = replace(base_of(question), parameters="bfloat16", reduce="bfloat16", compute="float32")
+    split = Split(tp=1, pp=2, data_parallel=4, microbatch_size=2, microbatches=2)
+    every = {
+        layout: max(one.device for one in every_rank(layout.of(base), hardware(80.0)))
+        for layout in layouts(question)
+        if split_of(question, layout) == split
+    }
+    whole = next(one for one in every if one.dp_shard == 1 and one.recompute == "none")
+    on = hardware(every[whole] / 2**30)
+    costs = Costs(base, on)
+    assert costs.memory_floor(split, whole._replace(dp_replicate=2, dp_shard=2)) > every[whole]
+    monkeypatch.setattr("koushi.plan.search.splits", lambda _: [split])
+    fitting = [
+        Scored(layout, step_time(layout.of(base), on).seconds, memory)
+        for layout, memory in every.items()
+        if memory <= every[whole]
+    ]
+    found = search(question, base, on)
+    assert found.best == (min(fitting, key=lambda one: one.rank),)
+    assert found.best[0].layout.dp_shard == 1
+
+
+def test_the_bound_of_memory_leaves_out_gathers_of_stages_that_are_done() -> None:
+    """As the last stage to do so adds up its gradients, where the batch goes through each stage at one turn."""
+    size = replace(SIZE, vocab_size=512, dim=1024, n_layers=8, n_heads=8, ffn_dim=4096)
+    question = Question(size, 8, 16, 128, False)
+    layout = Layout(1, Pipeline(2, "Interleaved1F1B", 4), 1, 4, 2, "full", False)
+    for parameters in ("bfloat16", "float32"):
+        base = replace(base_of(question), parameters=parameters)
+        exact = max(one.device for one in every_rank(layout.of(base), hardware(80.0)))
+        assert 0.9 * exact < Costs(base, hardware(80.0)).memory_floor(split_of(question, layout), layout) <= exact
