@@ -1,6 +1,10 @@
 """Memory of one rank, followed storage by storage: when each is made and freed, what for and by whom.
 
 What a kernel uses inside itself isn't seen, nor how an allocator rounds: the sum is what torch calls allocated.
+
+Autograd adds a second gradient to the first in place where nobody else holds that and it is neither a view nor a
+DTensor, but never under a dispatch mode (torch/csrc/autograd/input_buffer.cpp, 2.11 to 2.13), which is how a log sees
+what it sees. A log takes such a sum for what it is without a mode: no tensor more.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from torch._subclasses import FakeTensor
 
 from koushi.dryrun.world import current_stream
 from koushi.parallel.calls import Call, Operator, tensors_in
-from koushi.parallel.ledger import Observer
+from koushi.parallel.ledger import Observer, current_node
 from koushi.traffic import Phase
 
 Kind = Literal[
@@ -39,6 +43,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Place = tuple[Phase, str]
 """Where the program is: the phase of the step and the module."""
 
+_GIVES_DTENSOR = "_ToTorchTensorBackward"
+"""The node of ``to_local``: what autograd adds after it are DTensors."""
+
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 
 
@@ -53,6 +60,8 @@ class Block:
     """None: not told yet; an activation in the end."""
     stream: object = None
     """That it was made on."""
+    node: int | None = None
+    """Of the graph, that autograd was going back through."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,8 @@ class MemoryLog(Observer):
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._into: list[tuple[int, int]] = []
         """Pairs of blocks: what flowed into what during backward."""
+        self._first_term: tuple[int, int] | None = None
+        """Of a sum that is the latest change and may be autograd's: the block, and how many changes there were."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -175,6 +186,19 @@ class MemoryLog(Observer):
         """Bytes held now."""
         return sum(size for _, size in self._live.values())
 
+    def sums(self, first: Tensor, out: Tensor) -> None:
+        """``out`` is ``first`` and something else. That autograd itself adds up is known by three things: there is no
+        grad mode; ``first`` was made by another node of the graph than was at work last, so is nothing that this node
+        computes with; and it goes at once, before anything else happens."""
+        node, block = current_node(), self.block(first)
+        if node is None or block is None or torch.is_grad_enabled():
+            return
+        if self.blocks[block].node in (None, node._sequence_nr()) or node.name() == _GIVES_DTENSOR:
+            return
+        # A view holds what it is a view of; what is expanded is less than it looks.
+        if not first._is_view() and first.nbytes == first.untyped_storage().nbytes() == out.nbytes:
+            self._first_term = (block, len(self.changes))
+
     def settle(self) -> None:
         """Give kinds to what flowed into gradients, once these have been told."""
         for source, target in self._into:
@@ -197,18 +221,25 @@ class MemoryLog(Observer):
             return  # fake ones are what DTensor asks about global shapes with
         self._live[address] = (len(self.blocks), 0)
         self._references[address] = weakref.ref(storage, partial(self._gone, address))
-        self.blocks.append(Block(self.place(), tuple(tensor.shape), stream=current_stream()))
+        self.blocks.append(Block(self.place(), tuple(tensor.shape), stream=current_stream(), node=_node()))
         self._change(address, storage.nbytes())
 
     def _change(self, address: int, size: int) -> None:
         block, before = self._live[address]
         self._live[address] = (block, size)
-        if size != before:
-            self.changes.append((block, size - before))
+        if size == before:
+            return
+        in_place = size == 0 and self._first_term == (block, len(self.changes))
+        self.changes.insert(len(self.changes) - in_place, (block, size - before))
 
     def _gone(self, address: int, _: object) -> None:
         self._change(address, 0)
         del self._live[address], self._references[address]
+
+
+def _node() -> int | None:
+    node = current_node()
+    return None if node is None else node._sequence_nr()
 
 
 Rule = Callable[[MemoryLog, tuple[Any, ...], Mapping[str, Any], Any], None]
@@ -236,6 +267,11 @@ def _added(log: MemoryLog, args: tuple[Any, ...], kwargs: Mapping[str, Any], out
         log.flow(args[1], args[0])
 
 
+def _sum(log: MemoryLog, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    if all(isinstance(term, Tensor) for term in args):
+        log.sums(args[0], out)
+
+
 def _cast(log: MemoryLog, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
     log.flow(args[0], out)
 
@@ -245,6 +281,7 @@ _RULES: dict[Any, Rule] = {
     torch.ops.fsdp.split_with_sizes_copy.default: _gather_copy_out,
     torch.ops.fsdp.chunk_cat.default: _scatter_copy_in,
     _c10d.recv_.default: _received,
+    _aten.add.Tensor: _sum,
     _aten.add_.Tensor: _added,
     _aten.copy_.default: _added,
     _aten._to_copy.default: _cast,

@@ -2,9 +2,10 @@
 
 Autograd's rules: a tensor lives until Python and every saved variable have let it go; an operation's backward
 frees what it has saved and the gradient that came in once it has made its own; a second gradient of the same
-tensor is added to the first, in place where nobody else holds that. Non-reentrant checkpointing (arXiv 1604.06174)
-keeps a block's input and stops going forward again at the last tensor that backward needs; selective recompute also
-keeps the outputs of operations that are dear (arXiv 2205.05198).
+tensor is added to the first, in place where nobody else holds that and it is no view, which holds what it is a view
+of (torch/csrc/autograd/input_buffer.cpp, where no dispatch mode watches). Non-reentrant checkpointing (arXiv
+1604.06174) keeps a block's input and stops going forward again at the last tensor that backward needs; selective
+recompute also keeps the outputs of operations that are dear (arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -153,6 +154,8 @@ class _Run:
         self.saved: Counter[str] = Counter()
         self.keep: frozenset[str] = frozenset()
         """What a checkpoint keeps, whatever Python does."""
+        self.views: set[str] = set()
+        """What has gradients that are views."""
 
     def forward(self, stop: int, saving: bool, cached: frozenset[str] = frozenset()) -> None:
         """Through the operations before ``stop``; outputs named in ``cached`` are not made."""
@@ -241,14 +244,14 @@ class _Run:
             there = gradients.get(name)
             if there is None:
                 gradients[name] = [size, 1] if size else gradient
+                if op.weight and op.kept:  # a matmul's of matrices, seen as samples
+                    self.views.add(name)
                 continue
-            # The sum is a tensor of its own; of two that nobody else holds, both then go.
-            self.account.hold(self.kinds[name], there[0])
-            if there[1] > 1:
-                there[1] -= 1
+            if there[1] > 1 or name in self.views:
+                self.account.hold(self.kinds[name], there[0])  # the sum is a tensor of its own
+                self._let_go(self.kinds[name], there)
                 gradients[name] = [there[0], 1]
-            else:
-                self.account.drop(self.kinds[name], there[0])
+                self.views.discard(name)
             if size:
                 self.account.drop(self.kinds[name], size)
             else:

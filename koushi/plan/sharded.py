@@ -204,10 +204,12 @@ def _backward(stage: Stage, account: Account, sharded: Sharded) -> None:
     if units.embedding is not None and frees:
         sharded.unshard_backward(units.embedding, None)
     account.go(backward_span(stage.embedding(stay or tied)))
-    if tied:  # the two gradients of the one table are added up in a third
+    if tied:
         weights = stage.embedding(True).weights
         size = stage.output(True).ops[-1].weight * weights.width
-        account.touch(weights.kind, size)
+        # The two gradients of the one table are added up in a third, unless the first is a cast's: else it is a view,
+        # or, with tensor parallel, a DTensor, neither of which autograd writes into.
+        account.touch(weights.kind, 0 if stage.output(True).weights.cast and stage.shape.block.tp == 1 else size)
         account.drop(weights.kind, size if stay else 2 * size)
     account.where = "at the end of backward, as the ends' gradients are reduced"
     sharded.reduce(units.root, stage.compute)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,3 +139,24 @@ def test_every_stream_has_a_pool_that_is_as_large_as_it_ever_was() -> None:
     assert memory.peak().pools == (4 * 10, 4 * 8)
     assert memory.peak(first=3).pools == (4 * 9, 4 * 8)
     assert second.numel() + third.numel() + fourth.numel() == 17
+
+
+def backward(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> int:
+    """Tensors of 16 bytes at the peak of backward through two functions of the same tensor, ``second`` before."""
+    memory = log()
+    x = floats(2, 2).requires_grad_()
+    with Watched(memory):
+        middle = x * 1
+        loss = (first(middle) + second(middle)).sum()
+        del middle
+        start = len(memory.changes)
+        held = memory.held
+        loss.backward()
+    return (memory.peak(start).bytes - held - 4) // 16
+
+
+def test_a_sum_of_autograds_own_takes_no_memory_where_it_is_in_place() -> None:
+    assert backward(lambda x: x * 2, lambda x: x * 3) == 2
+    # A gradient that is a view holds what it is a view of, and the sum is a third.
+    assert backward(lambda x: x * 2, lambda x: (x.view(4) * 3).view(2, 2)) == 3
+    assert backward(lambda x: (x.view(4) * 2).view(2, 2), lambda x: x * 3) == 2

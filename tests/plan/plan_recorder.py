@@ -1,7 +1,9 @@
 """Real steps of jobs on forked ranks: the collectives each rank takes part in, and the bytes of its tensors.
 
 Collectives are seen as operators, whatever carries them out; bytes are those of storages, from the operator that
-makes one to the moment that nobody holds it.
+makes one to the moment that nobody holds it. Under a dispatch mode like this one autograd adds gradients out of place
+where it else adds in place: such sums count as what they are without it (koushi/dryrun/memory.py, and
+tests/plan/unwatched.py, which measures without a mode).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor import DTensor
@@ -31,6 +34,7 @@ from koushi.job import Job
 from koushi.optim.adamw import AdamW
 from koushi.parallel.compose import build
 from koushi.parallel.device_mesh import build_mesh, destroy_mesh, init_process_group
+from koushi.parallel.ledger import current_node
 from koushi.traffic import Collective, Operation, Phase, Traffic
 from koushi.train.launch import launch
 from koushi.train.step import TrainStep
@@ -54,8 +58,12 @@ class Recorder(TorchDispatchMode):
         self._dims = {mesh[name].get_group().group_name: name for name in names}
         self._bytes: dict[int, int] = {}
         self._now = 0
+        self._nodes: dict[int, int | None] = {}
+        """What autograd was going back through when a storage was made."""
+        self._first_term: int | None = None
+        """Of a sum of autograd's, just made: the storage that it takes the place of if that goes now."""
         self._backward_messages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self.most = 0
+        self._most = 0
         self.phase: Phase = "start"
         self.traffic: Traffic = Counter()
 
@@ -63,26 +71,43 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out) if self._counts_bytes else ():
             if isinstance(leaf, Tensor):
-                self.hold(leaf)
+                self.hold(leaf, args[0] if func is torch.ops.aten.add.Tensor else None)
         self._collective(func._schema.name, args, out)
         return out
 
-    def hold(self, tensor: Tensor) -> None:
+    def hold(self, tensor: Tensor, first_term: Tensor | None = None) -> None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if local.device.type == "meta":
             return
         storage = local.untyped_storage()
         if storage._cdata not in self._bytes:
             self._bytes[storage._cdata] = 0
+            node = current_node()
+            self._nodes[storage._cdata] = None if node is None else node._sequence_nr()
             weakref.finalize(storage, self._change, storage._cdata, 0, gone=True)
             self._change(storage._cdata, storage.nbytes())
+            if node is not None and not torch.is_grad_enabled() and isinstance(first_term, Tensor):
+                self._begin_sum(local, first_term, node)
+
+    def _begin_sum(self, out: Tensor, first: Tensor, node: Node) -> None:
+        storage = first.untyped_storage()
+        of_autograd = self._nodes.get(storage._cdata) not in (None, node._sequence_nr())
+        plain = not first._is_view() and node.name() != "_ToTorchTensorBackward"
+        if of_autograd and plain and first.nbytes == storage.nbytes() == out.nbytes:
+            self._first_term = storage._cdata
 
     def _change(self, storage: int, size: int, gone: bool = False) -> None:
+        if self._first_term != storage or not gone:
+            self._most = max(self._most, self._now)
+        self._first_term = None
         self._now += size - self._bytes[storage]
         self._bytes[storage] = size
-        self.most = max(self.most, self._now)
         if gone:
-            del self._bytes[storage]
+            del self._bytes[storage], self._nodes[storage]
+
+    @property
+    def most(self) -> int:
+        return max(self._most, self._now)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -111,7 +136,7 @@ class Recorder(TorchDispatchMode):
             yield
 
     def begin_step(self) -> None:
-        self.most = self._now
+        self._most = self._now
         self.traffic = Counter()
         self.phase = "start"
 
