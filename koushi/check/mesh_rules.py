@@ -28,7 +28,12 @@ def _launched(facts: Facts) -> Iterator[Finding]:
     asked, launched = facts.config.parallelism.world_size, facts.launched
     if launched is not None and asked is not None and launched != asked:
         what = f"is {asked}, but the world has {launched} processes{facts.made_up_of}"
-        yield Finding((WORLD,), what, f"{launched}, or leave it empty")
+        place = facts.run_file.places.get(WORLD)
+        typed = place is not None and place.on_command_line
+        legal = f"{launched}, or leave it out" if typed else f"{launched} or --gpus {launched}, or leave it empty"
+        # Which of the two was meant is not known, so neither is what the degrees should make.
+        follows = facts.run_file.follows or facts.config.parallelism.data_parallel_shard_degree == -1
+        yield Finding((WORLD,), what, legal, (WORLD, DP_SHARD) if follows else (WORLD,))
 
 
 def _world_known(facts: Facts) -> Iterator[Finding]:
@@ -74,7 +79,7 @@ def _mended(facts: Facts, world: int) -> str:
     places = facts.run_file.places
     world_said, shard_said = places.get(WORLD), places.get(DP_SHARD)
     if (
-        facts.launched is None
+        facts.launched in (None, facts.config.parallelism.world_size)
         and world_said
         and world_said.is_short
         and not (shard_said and shard_said.on_command_line)

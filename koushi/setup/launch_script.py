@@ -13,11 +13,12 @@ import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 from koushi.check.check import check
-from koushi.config.load import load
+from koushi.check.rule import WORLD
+from koushi.config.load import RunFile, load
 from koushi.errors import ConfigError, Problem
 from koushi.job import Job
 from koushi.report.nodes import Nodes
@@ -44,6 +45,8 @@ class Launch:
     """Of one node."""
     token: str
     """Eight hexadecimal digits that no other script has."""
+    instead_of: int | None = None
+    """The devices that the run file is for, where the arguments say others."""
 
     @property
     def name(self) -> str:
@@ -78,22 +81,48 @@ class Launch:
 
 
 def launch(path: Path, overrides: Sequence[str], nodes: int, devices: int, token: str | None = None) -> Launch:
-    """The run file at ``path`` on ``nodes`` of ``devices`` each.
+    """The run file at ``path`` on ``nodes`` of ``devices`` each: where it is for another world, under --gpus.
 
     Raises ConfigError where it is not legal on so many devices, and for characters that no script should hold.
     """
-    job = check(load(path, overrides), nodes * devices, f"{counted(nodes, 'node')} of {devices}")
+    world = nodes * devices
+    run_file = load(path, overrides)
+    other = _other_world(run_file, world)
+    if other is not None:
+        overrides = [*overrides, "--gpus", str(world)]
+        run_file = load(path, overrides)
+    job = check(run_file, world, f"{counted(nodes, 'node')} of {devices}")
     arguments = (str(path), *overrides)
     odd = [one for one in arguments if not one.isprintable()]
     if odd:
         what = "holds characters that cannot be printed"
         raise ConfigError([Problem(repr(one), "", what, "a name without them") for one in odd])
-    return Launch(job, arguments, nodes, devices, token or secrets.token_hex(4))
+    return Launch(job, arguments, nodes, devices, token or secrets.token_hex(4), other)
+
+
+def _other_world(run_file: RunFile, world: int) -> int | None:
+    """The devices that the run file is for, where those are not ``world``; what the command line says of them stays."""
+    if run_file.is_set(WORLD) and run_file.places[WORLD].on_command_line:
+        return None
+    parallelism = run_file.config.parallelism
+    degrees = (
+        parallelism.pipeline_parallel_degree,
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+        parallelism.tensor_parallel_degree,
+    )
+    product = prod(degrees) if min(degrees) > 0 else world
+    asked = parallelism.world_size or product
+    return asked if asked != world else None
 
 
 def notes(launch: Launch) -> list[str]:
     """What the reader should know before starting."""
     found = []
+    if launch.instead_of is not None:
+        before, mesh = counted(launch.instead_of, "device"), launch.job.mesh
+        now = f"--gpus {mesh.world_size}, which makes dp_shard {mesh.degree('dp_shard')}"
+        found.append(f"the run file is for {before}; the script adds {now}")
     resume = launch.job.config.run.resume
     if not launch.saves:
         found.append("checkpoint.every is 0: a run that is ended or restarted begins anew; set it above 0")
@@ -191,7 +220,9 @@ fi
 #SBATCH --job-name={launch.name}
 #SBATCH --nodes={launch.nodes}
 #SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --time=24:00:00
+{gpus}# Whole nodes: many clusters give a task one CPU, which the ranks would share. On part of a node: --cpus-per-task.
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
 # SIGTERM reaches the ranks {launch.lead} s before the limit: run.grace and what torchrun needs to end.
 #SBATCH --signal=TERM@{launch.lead}
 #SBATCH --requeue
@@ -208,7 +239,8 @@ head=${{hosts[0]}}
 port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))
 
 code=0
-srun {started} || code=$?
+# Nor is torchrun, which is the task, bound to one core, and its ranks with it.
+srun --cpu-bind=none {started} || code=$?
 {again}exit "$code"
 """
 
@@ -234,6 +266,9 @@ exec {_torchrun(rendezvous)}
         if launch.on_cpu
         else f"""
           resources:
+            # A core for every rank at the least: without a request a busy node leaves the pod next to nothing.
+            requests:
+              cpu: {launch.devices}
             limits:
               nvidia.com/gpu: {launch.devices}"""
     )

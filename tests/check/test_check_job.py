@@ -97,7 +97,15 @@ def test_the_launched_world_must_be_the_one_that_was_asked_for(problems: Problem
     assert problems(text, world=4) == ()
     (found,) = problems(text, world=8)
     assert found.what == "is 4, but the world has 8 processes"
-    assert found.legal == "8, or leave it empty"
+    assert found.legal == "8 or --gpus 8, or leave it empty"
+
+
+@pytest.mark.parametrize("shard", [-1, 4])
+def test_two_worlds_are_one_problem(problems: Problems, shard: int) -> None:
+    """What the degrees should multiply to is not known then, nor how many ranks the batch is divided over."""
+    text = f"parallelism: {{data_parallel_shard_degree: {shard}, world_size: 4}}\ntraining: {{global_batch_size: 6}}\n"
+    (found,) = problems(text, "--gpus", "12", world=8)
+    assert (found.what, found.legal) == ("is 12, but the world has 8 processes", "8, or leave it out")
 
 
 def test_a_schedule_is_not_looked_at_without_a_pipeline(checked: Checked) -> None:

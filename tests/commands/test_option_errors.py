@@ -160,7 +160,7 @@ def test_launch_names_all_that_is_missing(capsys: pytest.CaptureFixture[str]) ->
     assert f"add --nodes N and {backends}\n" in error_of(capsys, "launch", DEBUG)
     assert f"add {backends}\n" in error_of(capsys, "launch", "--tp", "2", "--nodes", "1", DEBUG)
     assert "add --nodes N\n" in error_of(capsys, "launch", "--backend=slurm", DEBUG, "--tp", "2")
-    said = error_of(capsys, "launch", "--nodes", "3", "--tp", "2", DEBUG, "--backend", "slurm")
+    said = error_of(capsys, "launch", "--nodes", "3", "--dp-shard", "2", DEBUG, "--backend", "slurm")
     assert "the world has 24 (3 nodes of 8); data_parallel_shard_degree 6" in said
 
 

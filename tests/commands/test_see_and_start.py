@@ -82,7 +82,7 @@ def test_mesh_with_the_world_of_a_launcher(capsys: Printed) -> None:
             ["launch", DEBUG, "--nodes", "2", "--backend", "lsf"],
             "there is no lsf; the choices are slurm, kubernetes, torchrun",
         ),
-        (["launch", DEBUG, "--nodes", "2", "--backend", "slurm"], "the degrees multiply to 8"),
+        (["launch", DEBUG, "--nodes", "2", "--dp-shard", "2", "--backend", "slurm"], "the degrees multiply to 8"),
     ],
     ids=lambda value: " ".join(value[:3]).replace(str(ROOT), "") if isinstance(value, list) else "",
 )

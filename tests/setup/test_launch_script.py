@@ -39,7 +39,7 @@ class Cluster:
         self.run_file.write_text(RUN)
         self.command("koushi", f'exec {shlex.quote(sys.executable)} -m koushi "$@"')
         self.command("torchrun", 'printf "%s\\n" torchrun "$@" >>calls')
-        self.command("srun", 'printf "%s\\n" srun >>calls; "$@"')
+        self.command("srun", 'printf "%s\\n" srun "$1" >>calls; shift; "$@"')
         self.command(
             "scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*" >>calls; fi'
         )
@@ -85,14 +85,15 @@ def test_slurm_starts_torchrun_on_every_node(cluster: Cluster) -> None:
     done = slurm(cluster, script)
     assert done.returncode == 0, done.stderr
     assert cluster.calls == [
-        "srun", "torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "node7:24567", "--rdzv-id", "1234567", "-m", "koushi", "train",
+        "srun", "--cpu-bind=none", "torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:24567", "--rdzv-id", "1234567", "-m", "koushi", "train",
         str(cluster.run_file), "optimizer.lr=1e-3", "--training.seed", "3",
     ]  # fmt: skip
     settings = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert "#SBATCH --nodes=2" in settings
     assert "#SBATCH --signal=TERM@76" in settings, "run.grace, rounded up, and 30 s"
     assert "#SBATCH --requeue" in settings
+    assert "#SBATCH --exclusive" in settings, "else a task may have one CPU, and all ranks share it"
     assert not any("gpus" in line for line in settings), "device: cpu"
     on_gpus = BACKENDS["slurm"](cluster.launch("run.device=auto", nodes=1, devices=2))
     assert "#SBATCH --gpus-per-node=2\n" in on_gpus
@@ -191,7 +192,7 @@ def test_kubernetes(index: str, hosts: str, cluster: Cluster) -> None:
     pod = job["spec"]["template"]["spec"]
     assert (pod["subdomain"], pod["terminationGracePeriodSeconds"], pod["restartPolicy"]) == (name, 76, "Never")
     described = container(manifest)
-    assert described["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    assert described["resources"] == {"requests": {"cpu": 1}, "limits": {"nvidia.com/gpu": 1}}
     assert described["command"] == ["bash", "-c"]
     mounted = {mount["name"] for mount in described["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
@@ -220,22 +221,48 @@ def test_every_script_gives_ranks_the_grace_time(backend: str, cluster: Cluster)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "devices", "legal"),
+    ("options", "nodes", "devices", "legal"),
     [
-        (1, 1, "a world of 2"),
-        (3, 1, "a world of 2"),
-        (2, 2, "data_parallel_shard_degree 4, or data_parallel_replicate_degree 2, or a world of 2"),
-        (512, 8, "data_parallel_shard_degree 4096, or data_parallel_replicate_degree 2048, or a world of 2"),
+        (["--dp-shard=2"], 1, 1, "a world of 2"),
+        (["--dp-shard=2"], 3, 1, "a world of 2"),
+        (["--dp-shard=2"], 2, 2, "data_parallel_shard_degree 4, or data_parallel_replicate_degree 2, or a world of 2"),
+        (["--tp=2"], 3, 1, "a world of 2 or 4, for which dp_shard follows"),
     ],
 )
 def test_degrees_that_do_not_multiply_to_the_devices_are_refused(
-    nodes: int, devices: int, legal: str, cluster: Cluster
+    options: list[str], nodes: int, devices: int, legal: str, cluster: Cluster
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        cluster.launch(nodes=nodes, devices=devices)
+        cluster.launch(*options, nodes=nodes, devices=devices)
     nodes_of = f"{nodes} node{'s' * (nodes > 1)} of {devices}"
     assert f"the world has {nodes * devices} ({nodes_of}); " in str(raised.value)
     assert str(raised.value).endswith(legal)
+
+
+@pytest.mark.parametrize("world", ["", ", world_size: 2", ", world_size: 64"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_nodes_are_the_world(backend: str, world: str, cluster: Cluster) -> None:
+    cluster.run_file.write_text(RUN.replace("shard_degree: 2", f"shard_degree: 2{world}"))
+    described = cluster.launch(nodes=2, devices=2)
+    assert described.job.mesh.degree("dp_shard") == described.job.mesh.world_size == 4
+    asked = world.removeprefix(", world_size: ") or "2"
+    assert notes(described) == [
+        f"the run file is for {asked} devices; the script adds --gpus 4, which makes dp_shard 4"
+    ]
+    done = slurm(cluster, script_of(backend, described), HEAD="here", JOB_COMPLETION_INDEX="0", POD_IP="10.0.0.1")
+    assert done.returncode == 0, done.stderr
+    assert cluster.calls[-3:] == [str(cluster.run_file), "--gpus", "4"]
+
+
+def test_a_world_on_the_command_line_is_not_changed(cluster: Cluster) -> None:
+    assert "--gpus" not in cluster.launch("--dp-shard=-1", nodes=2, devices=2).arguments
+    for said in ("--gpus=2", "parallelism.world_size=2"):
+        with pytest.raises(ConfigError) as raised:
+            cluster.launch(said, nodes=2, devices=2)
+        (problem,) = raised.value.problems
+        assert (problem.what, problem.legal) == (
+            "is 2, but the world has 4 processes (2 nodes of 2)", "4, or leave it out",
+        )  # fmt: skip
 
 
 def test_what_is_left_of_the_world_is_the_nodes(cluster: Cluster) -> None:
