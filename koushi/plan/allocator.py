@@ -29,16 +29,13 @@ def fragmentation_bytes(active: int, device: Device, expandable: bool = False) -
     return 0 if device == "cpu" else int(active * (UNUSED_EXPANDABLE if expandable else UNUSED))
 
 
-def reserved_bytes(states: int, span: Span, streams: bool, device: Device, expandable: bool = False) -> int:
-    """What is reserved for ``states``, which stay, and a step's ``span``; ``streams``: whether pools of their own
-    serve gradients' shards and gathers; ``expandable``: with segments that grow."""
-    if device == "cpu":
-        return states + span.highest
-    pools = span.highest
-    if streams:
-        assert len(span.stream_highest) == len(STREAMS), "one peak for each stream"
-        pools = max(pools, span.compute_highest + sum(span.stream_highest))
-    return pooled_bytes((states + pools,), expandable)
+def other_peaks_bytes(span: Span, streams: bool, device: Device) -> int:
+    """What a step's pools hold together at their fullest, beyond its fullest moment; ``streams``: whether pools of
+    their own serve gradients' shards and gathers."""
+    if device == "cpu" or not streams:
+        return 0
+    assert len(span.stream_highest) == len(STREAMS), "one peak for each stream"
+    return max(0, span.compute_highest + sum(span.stream_highest) - span.highest)
 
 
 def pooled_bytes(pools: Iterable[int], expandable: bool = False) -> int:

@@ -96,7 +96,7 @@ def _memory(plan: Plan) -> Json:
 
 def _rank_memory(memory: Memory) -> Json:
     kinds = {key: getattr(memory, key) for key, _ in KINDS}
-    totals = {"active": memory.active, "reserved": memory.reserved, "device": memory.device}
+    totals = {"active": memory.active, "pools": memory.pools, "reserved": memory.reserved, "device": memory.device}
     return kinds | totals | {"moment": memory.moment}
 
 

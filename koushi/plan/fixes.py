@@ -31,7 +31,7 @@ from koushi.schedules import SCHEDULES
 SHOWN = 5
 WORTH = 0.01
 """Share of a step that a change has to save to be named."""
-REDUCE = "precision.reduce"
+COMPUTE, REDUCE = "precision.compute", "precision.reduce"
 MOST_TIMES = 64
 
 
@@ -109,6 +109,9 @@ def single_changes(question: Question, before: Plan) -> Iterator[Fix]:
         if divided and costs.layout_floor(split, other) > slowest:
             continue
         yield from _judged(moved, hardware, slowest, changed(workload, other))
+    if workload.compute == "float32" and hardware.chip.peak("bfloat16") > hardware.chip.peak("float32"):
+        note = f"8 bits of precision in matmuls and activations; masters stay {workload.parameters}"
+        yield from _judged(replace(workload, compute="bfloat16"), hardware, slowest, {COMPUTE: "bfloat16"}, note)
     if workload.reduce == "float32" and workload.compute == "bfloat16":
         note = "gradients are added up with less precision"
         yield from _judged(replace(workload, reduce="bfloat16"), hardware, slowest, {REDUCE: "bfloat16"}, note)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from koushi.hardware.hardware import Hardware
-from koushi.plan.allocator import reserved_bytes, runtime_bytes
+from koushi.plan.allocator import fragmentation_bytes, other_peaks_bytes, runtime_bytes
 from koushi.plan.ends import TOKEN
 from koushi.plan.fullest import Alike, alike_stages, pipelined_span
 from koushi.plan.operations import Device
@@ -43,6 +43,8 @@ class Memory:
     """Gathered parameters before they are copied out, gradients before they are scattered."""
     moment: str
     """A phrase for people: where in the step."""
+    pools: int = 0
+    """What gradients' shards and gathers take at other moments: their streams' pools serve nothing else."""
     fragmentation: int = 0
     """What the caching allocator holds besides."""
     runtime: int = 0
@@ -66,7 +68,7 @@ class Memory:
     @property
     def reserved(self) -> int:
         """What the caching allocator holds."""
-        return self.active + self.fragmentation
+        return self.active + self.pools + self.fragmentation
 
     @property
     def device(self) -> int:
@@ -104,7 +106,8 @@ def _memory(workload: Workload, pp: int, hardware: Hardware | None) -> Memory:
     constant[ACTIVATIONS] += _batch(workload)
     total = sum(constant)
     streams, expandable = stages[0].stage.fsdp and workload.system.own_streams, workload.system.expandable_segments
-    pools = reserved_bytes(total, span, streams, device, expandable)
+    others = other_peaks_bytes(span, streams, device)
+    unused = fragmentation_bytes(total + span.highest + others, device, expandable)
     peak = [there + more for there, more in zip(constant, span.peak, strict=True)]
     by_kind = dict(zip(KINDS, peak, strict=True))
     buffers = by_kind.pop("gathered") + by_kind.pop("scattered")
@@ -112,7 +115,8 @@ def _memory(workload: Workload, pp: int, hardware: Hardware | None) -> Memory:
         **by_kind,
         communication_buffers=buffers,
         moment=span.moment,
-        fragmentation=pools - total - span.highest + (_besides(workload, stages) if device == "gpu" else 0),
+        pools=others,
+        fragmentation=unused + (_besides(workload, stages) if device == "gpu" else 0),
         runtime=runtime_bytes(workload, device),
     )
 

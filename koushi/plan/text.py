@@ -92,7 +92,7 @@ def _time(job: Job, plan: Plan) -> list[str]:
         f"{count_text(time.tokens_per_second_per_device)} per device; MFU {_percent(time.mfu)}",
         "         MFU as PaLM counts: 6 FLOPs per parameter but the input embedding's, attention in full, no recompute",
         f"run      {steps:,} steps, {tokens} tokens: {_lasting(seconds * steps)}, "
-        f"{_device_time(device_hours)}, without stops",
+        f"{device_time(device_hours)}, without stops",
         "",
         f"where the {short(seconds)} of a step go, on the ranks that work longest{_place(plan, time.pp)}",
     ]
@@ -117,6 +117,7 @@ def _memory(plan: Plan) -> list[str]:
         device = "of tensors alone: Python and torch take some more"
     lines += [
         _size_line("active", memory.active / scale, "= the above, tensors in use"),
+        *_pools(memory, scale),
         _size_line("reserved", memory.reserved / scale, "with what the allocator cannot hand out"),
         _size_line("device", memory.device / scale, device),
     ]
@@ -126,6 +127,14 @@ def _memory(plan: Plan) -> list[str]:
     if len(plan.memories) > 1:
         lines.append(f"  by stage rank            {_by_coordinate(plan.memories, scale)} {unit}")
     return lines
+
+
+def _pools(memory: Memory, scale: float) -> list[str]:
+    """What makes reserved memory far more than the tensors of one moment; nothing where it is little."""
+    if memory.pools < 0.01 * memory.active:
+        return []
+    note = "of gradients and gathers, full at other moments; they serve nothing else"
+    return [_size_line("streams' pools", memory.pools / scale, note)]
 
 
 def memory_range(plan: Plan) -> tuple[float, float]:
@@ -288,8 +297,12 @@ def _lasting(seconds: float) -> str:
     return f"{seconds:.1f} seconds"
 
 
-def _device_time(hours: float) -> str:
-    return f"{count_text(hours)} device-hours" if hours >= 1 else f"{hours * 60:.1f} device-minutes"
+def device_time(hours: float) -> str:
+    """Three figures: ``4.64 device-hours``, ``33.24M device-hours``."""
+    if hours < 1:
+        return f"{hours * 60:.1f} device-minutes"
+    digits = 2 if hours < 9.995 else 1
+    return f"{hours:.{digits}f} device-hours" if hours < 99.95 else f"{count_text(hours)} device-hours"
 
 
 def _percent(share: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from koushi.plan.fixes import WORTH, Advice, advice
 from koushi.plan.layouts import question_of
 from koushi.plan.plan import Plan, plan
 from koushi.plan.search import search
-from koushi.plan.text import advice_text
+from koushi.plan.text import advice_text, short
 from koushi.plan.workload import of_job
 
 RUN = """\
@@ -97,6 +98,32 @@ def test_where_no_single_change_is_enough_the_best_layout_is_named(tmp_path: Pat
     after = plan(of_job(job), hardware_of(job))
     assert after.fits
     assert after.time.seconds == pytest.approx(fix.seconds)
+
+
+@pytest.mark.parametrize("overrides", [[], ["training.recompute=full"]])
+def test_a_quicker_dtype_is_named_with_what_it_costs(tmp_path: Path, overrides: list[str]) -> None:
+    slow = ["precision.compute=float32", *overrides]
+    before, found = advised(job_of(tmp_path, *slow))
+    assert before.fits is bool(overrides)
+    first = found.fixes[0]
+    assert dict(first.values) == {"precision.compute": "bfloat16"}
+    assert "masters stay float32" in first.note
+    job = job_of(tmp_path, *overrides, "precision.compute=bfloat16")
+    after = plan(of_job(job), hardware_of(job))
+    assert first.seconds == pytest.approx(after.time.seconds)
+    assert first.seconds < before.time.seconds / 5
+    assert first.memory == after.memory.device < before.memory.device
+    assert f"precision.compute=bfloat16  {short(first.seconds):>8}" in advice_text(before, found)
+
+
+def test_a_dtype_that_is_no_quicker_is_not_named(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "precision.compute=float32", "training.recompute=full")
+    before = plan(of_job(job), hardware_of(job))
+    chip = before.hardware.chip
+    even = replace(chip, peak_tflops={**chip.peak_tflops, "bfloat16": chip.peak_tflops["float32"]})
+    found = advice(question_of(job), plan(before.workload, replace(before.hardware, chip=even)))
+    assert not any("precision.compute" in fix.values for fix in found.fixes)
+    assert not any("precision.compute" in fix.values for fix in advised(job_of(tmp_path))[1].fixes)
 
 
 def test_where_nothing_fits_more_devices_are_named(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from koushi.plan.workload import System, Transformer, Workload, of_job
 
 WITHIN = 0.02
 CPU = load_hardware("cpu")
+BESIDES = ("moment", "pools", "fragmentation", "runtime")
+"""Fields of Memory that are not tensors."""
 
 # Large enough for the tensors of a step to be all that counts.
 BASE = """
@@ -208,10 +210,24 @@ def test_earlier_stages_keep_more_microbatches() -> None:
 
 def test_kinds_add_up_and_reserved_memory_is_above() -> None:
     for one in (*every_rank(pipelined_405b()), memory(workload_8b(), 0)):
-        by_kind = [count for name, count in vars(one).items() if name not in ("moment", "fragmentation", "runtime")]
+        by_kind = [count for name, count in vars(one).items() if name not in BESIDES]
         assert min(by_kind) >= 0
         assert one.active == sum(by_kind)
         assert one.active < one.reserved < one.device
+
+
+def test_the_pool_of_gradients_serves_nothing_else_even_where_nothing_is_sharded() -> None:
+    mesh = MeshSpec.of(dp_replicate=16)
+    once = replace(workload_8b(), mesh=mesh, microbatches=1, system=System(expandable_segments=True))
+    one, several = memory(once, 0), memory(replace(once, microbatches=4), 0)
+    # At the loss no gradient is there with one microbatch, and all are with several: later, one unit's come twice.
+    assert one.gradients == 0
+    assert one.pools == several.gradients == one.parameters
+    assert several.pools < 0.1 * one.pools
+    assert several.active - one.active == pytest.approx(one.pools, rel=0.01)
+    assert several.active + several.pools == pytest.approx(one.active + one.pools, rel=0.02)
+    assert memory(replace(once, system=System(own_streams=False)), 0).pools == 0
+    assert memory(once, 0, CPU).pools == 0
 
 
 def test_segments_that_grow_leave_less_unused() -> None:

@@ -14,7 +14,8 @@ from koushi.plan.workload import Transformer, Workload
 from koushi.schedules import SCHEDULES, microbatches_fit
 
 CPU = load("cpu")
-KINDS = tuple(field.name for field in fields(Memory) if field.name not in ("moment", "fragmentation", "runtime"))
+BESIDES = ("moment", "pools", "fragmentation", "runtime")
+KINDS = tuple(field.name for field in fields(Memory) if field.name not in BESIDES)
 DTYPES = ("bfloat16", "float32", "float64")
 
 

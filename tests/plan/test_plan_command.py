@@ -15,7 +15,7 @@ from koushi.cli import main
 from koushi.config.load import load
 from koushi.plan.command import hardware_of
 from koushi.plan.plan import Plan, error_bars, plan
-from koushi.plan.text import KINDS, memory_range, short
+from koushi.plan.text import KINDS, device_time, memory_range, short
 from koushi.plan.workload import of_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,6 +155,25 @@ def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(*arguments, "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["step"]["error"], data["memory"]["error"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("hours", "said"),
+    [(0.5, "30.0 device-minutes"), (4.64, "4.64"), (5.41, "5.41"), (9.996, "10.0"), (14.26, "14.3"), (537.2, "537")],
+)
+def test_device_hours_have_three_figures(hours: float, said: str) -> None:
+    assert device_time(hours) == (said if "minutes" in said else f"{said} device-hours")
+
+
+def test_reserved_memory_is_accounted_for(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [small, "--dp-shard", "1", "--dp-replicate", "4", "training.global_batch_size=16"]
+    assert run(*arguments) == 0
+    page = capsys.readouterr().out
+    assert run(*arguments, "--json") == 0
+    (one,) = json.loads(capsys.readouterr().out)["memory"]["by_pp"]
+    assert one["pools"] > 0
+    assert re.search(rf"  streams' pools +{one['pools'] / 2**30:.3f}  of gradients and gathers", page)
+    assert one["reserved"] == pytest.approx(1.05 * (one["active"] + one["pools"]), rel=1e-6)
 
 
 def test_hardware_that_nobody_named_is_said_to_be_assumed(small: str, capsys: pytest.CaptureFixture[str]) -> None:
