@@ -170,6 +170,8 @@ def patched(kind: DeviceKind) -> Iterator[None]:
         patch.object(F, "rms_norm", fused_rms_norm) if kind == "cuda" else nullcontext(),
         # Draws numbers for weights that on meta hold none.
         patch.object(nn.Linear, "reset_parameters", lambda self: None),
+        # Blocks to be compiled run operation by operation.
+        torch.compiler.set_stance("force_eager"),
         _unguarded(Recorder, Keeping, Giving),
     ):
         yield
