@@ -7,7 +7,6 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -20,7 +19,6 @@ from koushi.dryrun.forks import in_forks
 from koushi.dryrun.world import BACKEND, DeviceKind, batch_p2p, fused_rms_norm, patched, shapes_are_known, world
 from koushi.errors import RankFailure
 from koushi.mesh import MeshSpec
-from koushi.parallel import compile
 from koushi.parallel.calls import tensors_in
 from koushi.parallel.device_mesh import build_mesh
 from koushi.parallel.ledger import Recorder
@@ -46,14 +44,13 @@ def test_what_is_replaced_is_called_as_before() -> None:
 def test_blocks_to_be_compiled_run_operation_by_operation() -> None:
     compiling = []
 
-    class Block(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            compiling.append(torch.compiler.is_compiling())
-            return 2 * x
+    @torch.compile(backend="eager")
+    def double(x: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return 2 * x
 
-    block = compile.apply(Block())
     with patched("cpu"):
-        assert torch.equal(block(torch.ones(2)), torch.full((2,), 2.0))
+        assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
     assert compiling == [False]
 
 
