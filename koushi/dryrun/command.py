@@ -21,7 +21,7 @@ from koushi.dryrun.extrapolate import for_audit, traces, whole
 from koushi.dryrun.findings import Finding
 from koushi.dryrun.forks import watched
 from koushi.dryrun.ranks import RankClass, rank_classes
-from koushi.dryrun.report import as_json, text
+from koushi.dryrun.report import as_json, reading, reading_json, text
 from koushi.dryrun.trace import RankTrace
 from koushi.dryrun.world import DeviceKind
 from koushi.errors import AuditFailed, NotAsPlanned
@@ -30,6 +30,8 @@ from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.output import check_target
 from koushi.plan.edges import seconds_of
+from koushi.plan.plan import Plan, plan
+from koushi.plan.workload import of_job
 from koushi.train.command import started_world
 from koushi.units import counted
 
@@ -51,6 +53,11 @@ class DryRun:
     disagreements: list[str]
     """Where the planner expects something else."""
 
+    @property
+    def plan(self) -> Plan:
+        """Of the same job, on the hardware that its devices are taken to be."""
+        return plan(of_job(self.job), hardware(self.job, self.kind))
+
 
 def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False, trace: Path | None = None) -> None:
     """Run the run file's step as each kind of rank and print what it does; write its timeline to ``trace``.
@@ -64,9 +71,11 @@ def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False,
     parts = (found.job, found.kind, found.classes, found.traces)
     findings = [str(one) for one in found.findings]
     if as_data:
-        click.echo(json.dumps({**as_json(*parts), "findings": findings, "disagreements": found.disagreements}))
+        said = {"plan": reading_json(found.plan), "findings": findings, "disagreements": found.disagreements}
+        click.echo(json.dumps({**as_json(*parts), **said}))
     else:
         click.echo(text(*parts) + "\n")
+        click.echo(reading(found.plan))
         if not found.disagreements:
             click.echo(AGREES)
         if not findings:

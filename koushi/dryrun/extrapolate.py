@@ -159,7 +159,7 @@ def _read_off(
     ledger = Ledger(rank, job.mesh, ())
     return replace(
         like, rank=rank, shapes=_shapes(job, rank), peak=peak, resting=resting, ledger=ledger, flops_before=(),
-        extrapolated=True,
+        works=(), extrapolated=True,
     )  # fmt: skip
 
 

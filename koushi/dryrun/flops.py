@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,14 +67,34 @@ _FORMULAS = {id(operator): formula for operator, formula in FORMULAS.items()}
 """By identity: an operator's hash is computed in Python."""
 
 
+@dataclass(frozen=True)
+class Work:
+    """What one block, or a module beside the blocks, computes at a stretch."""
+
+    after: int
+    """How many collectives had been issued."""
+    phase: Phase
+    block: str
+    """As ``block_of`` names it; empty: the model itself."""
+    flops: int
+
+
+def block_of(module: str) -> str:
+    """The block that a module is in, or what stands beside the blocks: ``layers.3``, ``output``."""
+    pieces = module.split(".")
+    return ".".join(pieces[: 2 if pieces[0] == "layers" else 1])
+
+
 class FlopLog(Observer):
-    """FLOPs by phase, and how many had been done when each collective was issued."""
+    """FLOPs by phase, how many had been done when each collective was issued, and who did them."""
 
     def __init__(self) -> None:
         self.place: Callable[[], tuple[Phase, str]] = lambda: ("start", "")
         self.phases: Counter[Phase] = Counter()
         self.total = 0
         self.before: list[int] = []
+        self.works: list[Work] = []
+        """In order; two that follow each other differ in more than their FLOPs."""
 
     def saw(
         self, operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, call: Call | None
@@ -83,5 +104,15 @@ class FlopLog(Observer):
         formula = _FORMULAS.get(id(operator))
         if formula is not None:
             flops = formula(args)
-            self.phases[self.place()[0]] += flops
+            phase, module = self.place()
+            self.phases[phase] += flops
             self.total += flops
+            self._add(Work(len(self.before), phase, block_of(module), flops))
+
+    def _add(self, work: Work) -> None:
+        if self.works:
+            last = self.works[-1]
+            if (last.after, last.phase, last.block) == (work.after, work.phase, work.block):
+                self.works[-1] = replace(last, flops=last.flops + work.flops)
+                return
+        self.works.append(work)

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from koushi.dryrun.flops import block_of
 from koushi.dryrun.memory import KINDS
 from koushi.dryrun.ranks import RankClass
 from koushi.dryrun.trace import RankTrace
 from koushi.dryrun.world import DeviceKind
 from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
+from koushi.plan.plan import Plan
+from koushi.plan.text import verdict
 from koushi.units import bytes_text, count_text, counted
 
 _SHOWN_MODULES = 6
@@ -86,6 +89,26 @@ def as_json(job: Job, kind: DeviceKind, classes: tuple[RankClass, ...], traces: 
     }  # fmt: skip
 
 
+def reading(plan: Plan) -> str:
+    """Whether the job fits its devices, as ``koushi plan`` reckons."""
+    return f"plan: on {plan.hardware.name}, with what allocator and device take: {verdict(plan)}"
+
+
+def reading_json(plan: Plan) -> dict[str, Any]:
+    """``reading`` as data: bytes on the fullest rank, and of a device."""
+    memory = plan.memory
+    return {
+        "hardware": plan.hardware.name,
+        "fits": plan.fits,
+        "tight": plan.tight,
+        "pp": plan.fullest,
+        "active_bytes": memory.active,
+        "reserved_bytes": memory.reserved,
+        "device_bytes": memory.device,
+        "capacity_bytes": plan.hardware.chip.memory_bytes,
+    }
+
+
 def _alike(one: RankClass) -> str:
     others = one.ranks[1:]
     if not others:
@@ -102,8 +125,7 @@ def _by_layer(modules: Mapping[str, int]) -> Counter[str]:
     """Bytes by block, or by what stands beside the blocks."""
     found: Counter[str] = Counter()
     for name, size in modules.items():
-        pieces = name.split(".")
-        found[".".join(pieces[: 2 if pieces[0] == "layers" else 1])] += size
+        found[block_of(name)] += size
     return found
 
 

@@ -1,26 +1,27 @@
 """The predicted step over time: what each pipeline coordinate computes and sends when, for Perfetto.
 
-One rank of every pipeline coordinate is followed through its ledger. Its compute is one lane, each
-sub-mesh another. Collectives of tp hold up compute. Those of dp_shard run beside it: a gather may begin
-when the compute before it does, as FSDP fetches one unit ahead, and what follows it waits for it; a
-reduce-scatter or all-reduce is waited for by the optimizer alone. What is received is waited for by the
-next compute, and arrives when its sender's lane has sent it.
+One rank of every pipeline coordinate is followed through its ledger. Its compute is one lane, named by the block that
+computes. Collectives of tp hold up compute. Those of fully sharded data parallel run on the streams that torch gives
+them, a lane for each, and hold up compute where torch has it wait (``_Sharding``). What is received is waited for by
+the next compute of its phase, and arrives when its sender's lane has sent it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from koushi.dryrun.flops import Work
 from koushi.dryrun.trace import RankTrace
 from koushi.mesh import MeshSpec
 from koushi.output import Kind, write_text
 from koushi.parallel.ledger import Event
-from koushi.traffic import Collective
+from koushi.traffic import Collective, Phase
 
 Seconds = Callable[[Collective], float]
 COMPUTE = "compute"
@@ -48,7 +49,7 @@ def timeline(mesh: MeshSpec, traces: Sequence[RankTrace], flops_per_second: floa
     missing = set(range(mesh.degree("pp"))) - set(chosen)
     assert not missing, f"no rank of the pipeline coordinates {sorted(missing)} was traced"
     lanes = {pp: _Rank(mesh, pp, trace, flops_per_second, seconds) for pp, trace in chosen.items()}
-    arrivals: dict[tuple[int, int], deque[float]] = defaultdict(deque)
+    arrivals: Arrivals = defaultdict(deque)
     while any(not rank.done for rank in lanes.values()):
         moved = [rank.advance(arrivals) for rank in lanes.values()]
         if not any(moved):
@@ -57,100 +58,217 @@ def timeline(mesh: MeshSpec, traces: Sequence[RankTrace], flops_per_second: floa
     return [one for rank in lanes.values() for one in rank.slices]
 
 
-@dataclass
-class _Rank:
-    mesh: MeshSpec
-    pp: int
-    trace: RankTrace
-    flops_per_second: float
-    seconds: Seconds
-    clock: float = 0.0
-    """When compute is free."""
-    done: bool = False
-    slices: list[Slice] = field(default_factory=list)
-    _next: int = 0
-    _computed: int = 0
-    """FLOPs done."""
-    _began: float = 0.0
-    """When the latest compute began."""
-    _free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _awaited: deque[int] = field(default_factory=deque)
-    """Pipeline coordinates that the next compute waits for something from."""
-    _later: bool = False
-    _gathered: float = 0.0
-    """When the latest gather of parameters is through."""
+Arrivals = dict[tuple[int, int, Phase], deque[float]]
+"""When what one pipeline coordinate sends to another arrives; activations and gradients apart."""
 
-    def advance(self, arrivals: dict[tuple[int, int], deque[float]]) -> bool:
+
+@dataclass
+class _Lanes:
+    """Everything that one pipeline coordinate does."""
+
+    pp: int
+    slices: list[Slice] = field(default_factory=list)
+    free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """When a lane is."""
+    links: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """When those of a sub-mesh are: its calls come one after another in the order of their issue, whatever their lane,
+    as those of one communicator do."""
+
+    def add(self, lane: str, earliest: float, event: Event, taken: float) -> float:
+        """Issue a call; when it is through."""
+        collective = event.collective
+        start = max(earliest, self.free[lane], self.links[collective.submesh])
+        name = f"{collective.operation} {event.module}".rstrip()
+        self.slices.append(Slice(self.pp, lane, name, start, taken, event))
+        self.free[lane] = self.links[collective.submesh] = start + taken
+        return start + taken
+
+
+@dataclass
+class _Sharding:
+    """The streams of fully sharded data parallel and what waits for what (torch's _fsdp_param_group.py, 2.13).
+
+    In forward a unit's gather is issued before its compute, which waits for it; it may run from when the unit two
+    before it begins. In backward it is issued when the unit that computes before it begins, and may run from then.
+    Under pipelining it is issued beforehand, and may run from then. A reduction begins after its unit's backward, once
+    the reduction before it is through, which compute waits for as well; at the end of backward compute waits for all.
+    """
+
+    lanes: _Lanes
+    pipelined: bool
+    _pending: dict[str, float] = field(default_factory=dict)
+    """By unit: when its gather is through, if nothing has waited for it yet."""
+    _units: set[str] = field(default_factory=set)
+    _gate: float = 0.0
+    """Gathers that are yet to be issued run from then on."""
+    _begun: float = 0.0
+    """When the latest unit of forward was copied out."""
+    _reduced: float = 0.0
+    """When the latest reduce-scatter is through."""
+    _last: float = 0.0
+    """When the latest reduction, over replicas too, is through."""
+    _phase: Phase = "start"
+
+    def gather(self, event: Event, clock: float, taken: float) -> float:
+        """Issue it at ``clock``; when compute goes on."""
+        lane, phase = _lane(event), event.collective.phase
+        if self.pipelined:
+            self._issue(lane, event, clock, taken)
+            return clock
+        if phase == "forward":
+            if self._phase != "forward":
+                clock = self._gate = self._begun = self.finish(clock)
+            self._phase = phase
+            self._issue(lane, event, self._gate, taken)
+            self._gate, self._begun = max(self._gate, self._begun), self.wait(event.module, clock)
+            return self._begun
+        if self._phase != "backward":
+            self._gate = clock
+        self._phase = phase
+        if self._pending:
+            clock = self._gate = max(clock, *self._pending.values())
+            self._pending.clear()
+        self._issue(lane, event, self._gate, taken)
+        return clock
+
+    def reduce(self, event: Event, clock: float, taken: float) -> float:
+        """Sum gradients over the shards or over the replicas; when compute goes on."""
+        self._phase = "backward"
+        lane, clock = _lane(event), self.wait(event.module, clock)
+        if event.collective.submesh == "dp_replicate":
+            self._last = self.lanes.add(lane, max(clock, self._reduced), event, taken)
+            return clock
+        clock = max(clock, self._reduced)
+        self._reduced = self.lanes.add(lane, clock, event, taken)
+        self._last = max(self._last, self._reduced)
+        return clock
+
+    def wait(self, module: str, clock: float) -> float:
+        """When the parameters of ``module`` are there."""
+        return max(clock, self._pending.pop(self._unit(module), 0.0))
+
+    def finish(self, clock: float) -> float:
+        """When every reduction is through."""
+        return max(clock, self._last)
+
+    def _issue(self, lane: str, event: Event, earliest: float, taken: float) -> None:
+        self._units.add(event.module)
+        self._pending[event.module] = self.lanes.add(lane, earliest, event, taken)
+
+    def _unit(self, module: str) -> str:
+        """The innermost unit that has ``module``; the model is one."""
+        while module and module not in self._units:
+            module = module.rpartition(".")[0]
+        return module
+
+
+def _lane(event: Event) -> str:
+    return f"{event.collective.submesh} {event.collective.operation}"
+
+
+def _is_sharding(event: Event) -> bool:
+    collective = event.collective
+    if collective.phase not in ("forward", "backward"):
+        return False
+    reduces = collective.operation in ("reduce_scatter", "all_reduce") and collective.phase == "backward"
+    return (collective.submesh == "dp_shard" and (reduces or collective.operation == "all_gather")) or (
+        collective.submesh == "dp_replicate" and reduces
+    )
+
+
+class _Rank:
+    def __init__(self, mesh: MeshSpec, pp: int, trace: RankTrace, flops_per_second: float, seconds: Seconds):
+        self.pp = pp
+        self.clock = 0.0
+        """When compute is free."""
+        self._mesh, self._rate, self._seconds = mesh, flops_per_second, seconds
+        self._steps = _steps(trace)
+        self._next = 0
+        self._lanes = _Lanes(pp)
+        self._sharding = _Sharding(self._lanes, mesh.degree("pp") > 1)
+        self._awaited: dict[Phase, deque[int]] = defaultdict(deque)
+        """Pipeline coordinates that the next compute of a phase waits for something from."""
+        self._later = False
+
+    @property
+    def done(self) -> bool:
+        return self._next == len(self._steps)
+
+    @property
+    def slices(self) -> list[Slice]:
+        return self._lanes.slices
+
+    def advance(self, arrivals: Arrivals) -> bool:
         """Go on until something has to arrive first; whether there was anything to do."""
-        events, before = self.trace.ledger.events, self.trace.flops_before
         first = self._next
-        while self._next < len(events):
-            event = events[self._next]
-            if not self._compute(before[self._next], event, arrivals):
-                return self._next > first
-            self._issue(event, arrivals)
+        while not self.done:
+            step = self._steps[self._next]
+            if not (self._compute(step, arrivals) if isinstance(step, Work) else self._issue(step, arrivals)):
+                break
             self._next += 1
-        total = sum(self.trace.flops.values())
-        if not self.done and self._compute(total, None, arrivals):
-            self.done = True
-            return True
         return self._next > first
 
     def wait_later(self) -> None:
         """Leave what is awaited to a later compute."""
-        assert self._awaited, "a rank that waits for nothing goes on by itself"
+        assert any(self._awaited.values()), "a rank that waits for nothing goes on by itself"
         self._later = True
 
-    def _compute(self, flops: int, event: Event | None, arrivals: dict[tuple[int, int], deque[float]]) -> bool:
-        """Compute up to so many FLOPs; False where something that it needs has not been sent yet."""
-        if flops == self._computed:
-            return True
-        if not self._later:
-            while self._awaited:
-                sender = self._awaited[0]
-                if not arrivals[sender, self.pp]:
-                    return False
-                self.clock = max(self.clock, arrivals[sender, self.pp].popleft())
-                self._awaited.popleft()
+    def _received(self, phase: Phase, arrivals: Arrivals) -> bool:
+        """Wait for what was received; False where it has not been sent yet."""
+        awaited = self._awaited[phase]
+        while awaited and not self._later:
+            arrived = arrivals[awaited[0], self.pp, phase]
+            if not arrived:
+                return False
+            self.clock = max(self.clock, arrived.popleft())
+            awaited.popleft()
         self._later = False
-        self._began = max(self.clock, self._gathered)
-        taken = (flops - self._computed) / self.flops_per_second
-        name = f"{event.collective.phase} {event.module}".rstrip() if event else "compute"
-        self.slices.append(Slice(self.pp, COMPUTE, name, self._began, taken))
-        self.clock, self._computed = self._began + taken, flops
         return True
 
-    def _issue(self, event: Event, arrivals: dict[tuple[int, int], deque[float]]) -> None:
-        collective = event.collective
-        if event.once:
-            return
-        if collective.operation == "recv":
-            self._awaited.append(self._coordinate(event))
-            return
-        lane, taken = collective.submesh, self.seconds(collective)
-        if collective.operation == "send":
-            start = self._on_lane(lane, self.clock, event, taken)
-            arrivals[self.pp, self._coordinate(event)].append(start + taken)
-        elif lane == "dp_shard" and collective.operation == "all_gather":
-            self._gathered = self._on_lane(lane, self._began, event, taken) + taken
-        elif collective.phase == "backward" and lane in ("dp_shard", "dp_replicate"):
-            self._on_lane(lane, self.clock, event, taken)
-        else:
-            if collective.phase == "optimizer":
-                self.clock = max([self.clock, *self._free.values()])
-            self.clock = self._on_lane(lane, self.clock, event, taken) + taken
+    def _compute(self, work: Work, arrivals: Arrivals) -> bool:
+        if not self._received(work.phase, arrivals):
+            return False
+        start = self._sharding.wait(work.block, self.clock)
+        taken = work.flops / self._rate
+        self.slices.append(Slice(self.pp, COMPUTE, f"{work.phase} {work.block}".rstrip(), start, taken))
+        self.clock = start + taken
+        return True
 
-    def _on_lane(self, lane: str, earliest: float, event: Event, taken: float) -> float:
-        """When it starts; calls of a lane come one after another."""
-        start = max(earliest, self._free[lane])
-        self._free[lane] = start + taken
+    def _issue(self, event: Event, arrivals: Arrivals) -> bool:
+        """False where something that it needs has not been sent yet."""
         collective = event.collective
-        self.slices.append(Slice(self.pp, lane, f"{collective.operation} {event.module}".rstrip(), start, taken, event))
-        return start
+        phase, taken = collective.phase, self._seconds(collective)
+        if collective.operation == "recv":
+            self._awaited[phase].append(self._coordinate(event))
+        elif collective.operation == "send":
+            through = self._lanes.add(collective.submesh, self.clock, event, taken)
+            arrivals[self.pp, self._coordinate(event), phase].append(through)
+        elif _is_sharding(event):
+            take = self._sharding.gather if collective.operation == "all_gather" else self._sharding.reduce
+            self.clock = take(event, self.clock, taken)
+        else:
+            if phase == "optimizer":
+                self.clock = self._sharding.finish(self.clock)
+            elif not self._received(phase, arrivals):
+                return False
+            start = self._sharding.wait(event.module, self.clock)
+            self.clock = self._lanes.add(collective.submesh, start, event, taken)
+        return True
 
     def _coordinate(self, event: Event) -> int:
         assert event.peer is not None, "sends and receives have a peer"
-        return self.mesh.coordinate(event.peer)["pp"]
+        return self._mesh.coordinate(event.peer)["pp"]
+
+
+def _steps(trace: RankTrace) -> list[Event | Work]:
+    """All that a rank does, in the order of its program."""
+    works, found = deque(trace.works), list[Event | Work]()
+    for index, event in enumerate(trace.ledger.events):
+        while works and works[0].after <= index:
+            found.append(works.popleft())
+        if not event.once:
+            found.append(event)
+    return [*found, *works]
 
 
 def _is_trace(path: Path) -> bool:
@@ -173,7 +291,7 @@ def write(path: Path, mesh: MeshSpec, slices: Sequence[Slice]) -> None:
 
 def _records(mesh: MeshSpec, slices: Sequence[Slice]) -> Iterator[Mapping[str, Any]]:
     order = (COMPUTE, *reversed(mesh.names))
-    lanes = sorted({one.lane for one in slices}, key=lambda lane: order.index(lane.split(",")[0]))
+    lanes = sorted({one.lane for one in slices}, key=lambda lane: (order.index(re.split("[, ]", lane)[0]), lane))
     for pp in sorted({one.pp for one in slices}):
         yield {"ph": "M", "name": "process_name", "pid": pp, "args": {"name": f"pp={pp}"}}
         for number, lane in enumerate(lanes):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from koushi.dryrun.flops import FlopLog
+from koushi.dryrun.flops import FlopLog, Work
 from koushi.dryrun.memory import MemoryLog, Peak
 from koushi.dryrun.shapes import KnownShapes
 from koushi.dryrun.world import DeviceKind, gathered, world
@@ -42,6 +42,8 @@ class RankTrace:
     ledger: Ledger
     flops_before: tuple[int, ...]
     """FLOPs done when each event of the ledger was issued."""
+    works: tuple[Work, ...]
+    """All FLOPs, in order and by block."""
     extrapolated: bool = False
     """Whether shapes, peak, FLOPs and traffic are those of more layers than ran."""
 
@@ -95,6 +97,7 @@ def traced_step(job: Job, world_mesh: DeviceMesh, device: torch.device, tokens: 
         traffic=ledger.traffic(),
         ledger=ledger,
         flops_before=tuple(flops.before),
+        works=tuple(flops.works),
     )
 
 

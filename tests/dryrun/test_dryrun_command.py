@@ -51,6 +51,22 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(one["calls"] for one in first["traffic"]) == len(first["collectives"])
 
 
+def test_whether_it_fits_is_told_as_plan_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tiny_file(tmp_path))
+    for overrides, fits in (("model.dim=16",), True), (("model.dim=16384", "model.n_layers=2"), False):
+        with pytest.raises(SystemExit):
+            main(["plan", path, "--hardware", "cpu", *overrides])
+        planned = capsys.readouterr().out.splitlines()[0].partition(": ")[2]
+        assert planned.startswith("fits: " if fits else "does not fit: ")
+        assert run(path, *overrides) == 0, "what does not fit is told, and no failure"
+        line = f"plan: on cpu, with what allocator and device take: {planned}"
+        assert line in capsys.readouterr().out.splitlines()
+        assert run(path, *overrides, "--json") == 0
+        found = json.loads(capsys.readouterr().out)["plan"]
+        assert found["fits"] == fits == (found["device_bytes"] <= found["capacity_bytes"])
+        assert found["hardware"] == "cpu" and found["active_bytes"] <= found["reserved_bytes"] <= found["device_bytes"]
+
+
 def test_findings_end_with_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
