@@ -27,7 +27,8 @@ CASES = [
     (
         "parallelism: {tensor_parallel_degree: 2, world_size: §9}",
         "parallelism.world_size",
-        "the degrees multiply to 2 (pp 1 x dp_replicate 1 x dp_shard 1 x tp 2), the world has 9, which tp 2 does not divide",
+        "the degrees multiply to 2 (pp 1 x dp_replicate 1 x dp_shard 1 x tp 2), the world has 9, "
+        "which tp 2 does not divide",
         "a tp that divides 9, or a world of 2",
     ),
     (
