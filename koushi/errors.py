@@ -32,6 +32,8 @@ class Problem:
 class KoushiError(Exception):
     """Base of every error that a user can mend; ``exit_code`` is what the command ends with.
 
+    It is 2 where what was given has to change, 1 where the same command can go well another time.
+
     Without a text where the command's output has said it already.
     """
 
@@ -73,7 +75,13 @@ class WeightsError(KoushiError):
 
 
 class TrainingError(KoushiError):
-    """Training cannot go on (a non-finite loss, a world of the wrong size)."""
+    """Training cannot start or go on (a device that is not there, a non-finite loss)."""
+
+
+class RunRefused(TrainingError):
+    """A run as it was asked for, whatever the machine does: a world of another size, a folder that is taken."""
+
+    exit_code = 2
 
 
 class DoesNotFit(KoushiError):
@@ -84,6 +92,12 @@ class DoesNotFit(KoushiError):
 
 class CheckpointError(KoushiError):
     """A checkpoint that cannot be written, read or used."""
+
+
+class WrongCheckpoint(CheckpointError):
+    """A path that names none, or one that is whole and not for what was asked: of another model or version."""
+
+    exit_code = 2
 
 
 class DamagedCheckpoint(CheckpointError):

@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 from koushi.config.schema import Run
-from koushi.errors import TrainingError
+from koushi.errors import RunRefused
 
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
@@ -18,12 +18,12 @@ def run_folder(run: Run, name: str, continues: bool) -> Path:
     """What ``run.folder`` names; else of ``runs/<name>``, ``runs/<name>-2`` and so on the first free one or, where the
     run ``continues`` and it keeps checkpoints, the last taken one.
 
-    Nothing is made. Raises TrainingError for a named folder whose run this one does not go on with.
+    Nothing is made. Raises RunRefused for a named folder whose run this one does not go on with.
     """
     if run.folder is not None:
         folder = Path(run.folder)
         if holds_run(folder) and not (continues and (folder / CHECKPOINTS).is_dir()):
-            raise TrainingError(
+            raise RunRefused(
                 f"run.folder {folder} already holds a run{_why_not(folder)}; name another folder, or remove it"
             )
         return folder

@@ -306,10 +306,10 @@ def test_torchrun_is_told_why_a_rank_ended(
     for rank in (0, 1):  # only one of a node prints it
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert ended("check", DEBUG, "--world", "3") == 2
-        assert ("the world has 3; a world of 8" in capsys.readouterr().err) is (rank == 0)
+        assert ("the world has 3, which pp 2 and tp 2 do not divide; " in capsys.readouterr().err) is (rank == 0)
         failure = ProcessFailure(rank, 1, 2, str(file))
         lines = str(ChildFailedError("koushi", {rank: failure})).splitlines()
-        assert lines[-2].startswith("  traceback : ") and lines[-2].endswith("the world has 3; a world of 8")
+        assert lines[-2].startswith("  traceback : ") and lines[-2].endswith("or a world of 8")
         file.unlink()
     file.write_text("a traceback")
     assert ended("check", DEBUG, "--world", "3") == 2

@@ -69,13 +69,26 @@ def _product(facts: Facts) -> Iterator[Finding]:
             f"the degrees multiply to {rest * shard} "
             f"(pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} "
             f"x dp_shard {shard} x tp {parallelism.tensor_parallel_degree}), "
-            f"the world has {world}{facts.made_up_of}",
+            f"the world has {world}{facts.made_up_of}{_odd(facts, world)}",
             _mended(facts, world),
         )
 
 
+def _odd(facts: Facts, world: int) -> str:
+    """Which of pp and tp, that no other degree can make up for, do not divide the world."""
+    odd = [f"{name} {degree}" for name, degree in _fixed(facts).items() if world % degree]
+    return f", which {' and '.join(odd)} {'does' if len(odd) == 1 else 'do'} not divide" if odd else ""
+
+
+def _fixed(facts: Facts) -> dict[str, int]:
+    parallelism = facts.config.parallelism
+    return {"pp": parallelism.pipeline_parallel_degree, "tp": parallelism.tensor_parallel_degree}
+
+
 def _mended(facts: Facts, world: int) -> str:
     """Which single change makes the degrees multiply to the world; with --gpus, dp_shard would have followed."""
+    odd = [name for name, degree in _fixed(facts).items() if world % degree]
+    divides = [f"a {' and a '.join(odd)} that divide{'s' * (len(odd) == 1)} {world}"] if odd else []
     places = facts.run_file.places
     world_said, shard_said = places.get(WORLD), places.get(DP_SHARD)
     if (
@@ -86,7 +99,8 @@ def _mended(facts: Facts, world: int) -> str:
     ):
         rest = facts.degrees_but_shard
         if world % rest:
-            return f"a world of {listed(multiples_near(world, rest))}, for which dp_shard follows"
+            follows = f"a world of {listed(multiples_near(world, rest))}, for which dp_shard follows"
+            return ", or ".join([*divides, follows])
     parallelism = facts.config.parallelism
     degrees = {
         "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
@@ -101,7 +115,7 @@ def _mended(facts: Facts, world: int) -> str:
         # The model sets bounds to pp and tp, so only a divisor of what is there is sure to fit.
         if left == 0 and (name.startswith("data") or degree % value == 0):
             fits.append(f"{name} {value}")
-    return ", or ".join([*fits, f"a world of {product}"])
+    return ", or ".join([*(fits or divides), f"a world of {product}"])
 
 
 RULES = (

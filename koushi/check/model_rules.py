@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from koushi.check.rule import (
     DIM,
+    DP_SHARD,
     FFN,
     HEADS,
     HF,
@@ -14,6 +15,7 @@ from koushi.check.rule import (
     NAME,
     SEQ_LEN,
     TP,
+    TP_OF_MODEL,
     VOCAB,
     Facts,
     Finding,
@@ -115,8 +117,14 @@ def _legal_tp(facts: Facts) -> str:
 
 def _tp_heads(facts: Facts) -> Iterator[Finding]:
     tp, heads = facts.config.parallelism.tensor_parallel_degree, facts.size.n_heads
-    if heads % tp:
-        yield Finding((TP, HEADS), f"{heads} heads do not divide over tp {tp}", _legal_tp(facts))
+    if heads % tp == 0:
+        return
+    spoils = [TP_OF_MODEL]
+    if facts.world is not None and facts.world % tp:  # then the world, too, only says what the heads say
+        spoils.append(TP)
+        if facts.run_file.follows or facts.config.parallelism.data_parallel_shard_degree == -1:
+            spoils.append(DP_SHARD)
+    yield Finding((TP, HEADS), f"{heads} heads do not divide over tp {tp}", _legal_tp(facts), tuple(spoils))
 
 
 def _tp_kv_heads(facts: Facts) -> Iterator[Finding]:
@@ -135,8 +143,10 @@ def _tp_ffn(facts: Facts) -> Iterator[Finding]:
 
 def _tp_vocab(facts: Facts) -> Iterator[Finding]:
     tp, vocab = facts.config.parallelism.tensor_parallel_degree, facts.size.vocab_size
-    if vocab % tp:
-        legal = f"vocab_size {listed(multiples_near(vocab, tp))}; {_legal_tp(facts)}"
+    least = facts.ids_needed or 1
+    if vocab % tp and vocab >= least:  # a vocabulary too small for the tokenizer is told with a size that tp divides
+        sizes = [size for size in multiples_near(vocab, tp) if size >= least]
+        legal = f"vocab_size {listed(sizes)}; {_legal_tp(facts)}"
         yield Finding((VOCAB, TP), f"vocab_size {vocab} does not divide over tp {tp}", legal)
 
 
@@ -162,8 +172,8 @@ RULES = (
         _rope,
     ),
     Rule(_MODEL_AND_TP, _tp_heads),
-    Rule(_MODEL_AND_TP, _tp_kv_heads),
-    Rule(_MODEL_AND_TP, _tp_ffn),
-    Rule(_MODEL_AND_TP, _tp_vocab),
-    Rule((SEQ_LEN, TP), _tp_sequence),
+    Rule((*_MODEL_AND_TP, TP_OF_MODEL), _tp_kv_heads),
+    Rule((*_MODEL_AND_TP, TP_OF_MODEL), _tp_ffn),
+    Rule((*_MODEL_AND_TP, TP_OF_MODEL), _tp_vocab),
+    Rule((SEQ_LEN, TP, TP_OF_MODEL), _tp_sequence),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from koushi.check.vocabulary import ids_needed, tokenizer_file
 from koushi.config.load import RunFile
 from koushi.config.schema import JobConfig
 from koushi.models.llama.hf import read_size
@@ -25,6 +26,8 @@ PP = "parallelism.pipeline_parallel_degree"
 DP_REPLICATE = "parallelism.data_parallel_replicate_degree"
 DP_SHARD = "parallelism.data_parallel_shard_degree"
 TP = "parallelism.tensor_parallel_degree"
+TP_OF_MODEL = f"{TP}.of_model"
+"""No key, but what is told of tp once: a degree that the heads cannot be cut by."""
 WORLD = "parallelism.world_size"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 PER_RANK = "parallelism.pipeline_parallel_stages_per_rank"
@@ -81,6 +84,18 @@ class Facts:
             if beside.is_file():
                 return str(beside)
         return self.config.data.tokenizer
+
+    @cached_property
+    def ids_needed(self) -> int | None:
+        """What vocab_size must be at least; None where no tokenizer is used, or none can be read."""
+        data, sound = self.config.data, self.run_file.is_sound
+        unused = data.source == "synthetic" or (data.source == "tokens" and self.tokenizer == "embedded")
+        if unused or not (sound("data.source") and sound("data.tokenizer")):
+            return None
+        try:
+            return ids_needed(tokenizer_file(self.tokenizer, self.base))
+        except (OSError, ValueError, RuntimeError):
+            return None  # told by the rule on the tokenizer
 
     @property
     def base(self) -> Path:

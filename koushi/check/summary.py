@@ -63,8 +63,11 @@ def _batch(job: Job) -> list[str]:
         f"x {job.microbatches} microbatches x {training.microbatch_size}; {count_text(tokens)} tokens a step"
     )
     total = count_text(tokens * training.steps)
+    precision = job.config.precision
     return [
         batch,
+        f"dtypes   {precision.parameters} parameters, {precision.compute} compute, {precision.reduce} gradient "
+        f"reductions; recompute {training.recompute}",
         f"run      {training.steps} steps, {total} tokens, {_folder(job)}",
     ]
 

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from koushi.errors import CheckpointError, DamagedCheckpoint
+from koushi.errors import CheckpointError, DamagedCheckpoint, WrongCheckpoint
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -153,12 +153,12 @@ def to_text(manifest: Manifest) -> str:
 
 
 def from_text(text: str) -> Manifest:
-    """Raises DamagedCheckpoint for anything but an unaltered manifest, CheckpointError for one of another version."""
+    """Raises DamagedCheckpoint for anything but an unaltered manifest, WrongCheckpoint for one of another version."""
     try:
         whole = json.loads(text)
         version, checksum, body = whole["format"], whole["checksum"], whole["manifest"]
         if version != FORMAT:
-            raise CheckpointError(f"{MANIFEST} has format {version}; this version of koushi reads format {FORMAT}")
+            raise WrongCheckpoint(f"{MANIFEST} has format {version}; this version of koushi reads format {FORMAT}")
         if checksum != _checksum(body):
             raise DamagedCheckpoint(f"{MANIFEST} is not as it was written: its checksum differs")
         manifest = Manifest(
@@ -175,13 +175,13 @@ def from_text(text: str) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest in ``folder``, whose files are there in their full length.
 
-    Raises CheckpointError for a folder without a manifest, DamagedCheckpoint for a damaged one.
+    Raises WrongCheckpoint for a folder without a manifest, DamagedCheckpoint for a damaged one.
     """
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest = from_text(text)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
+        raise WrongCheckpoint(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
     except (UnicodeDecodeError, OSError) as error:
         raise DamagedCheckpoint(f"{folder}: {MANIFEST} cannot be read: {error}") from None
     except CheckpointError as error:

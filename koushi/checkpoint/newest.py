@@ -10,7 +10,7 @@ from typing import Any
 from koushi.checkpoint.folders import published
 from koushi.checkpoint.manifest import MANIFEST, Head, Manifest, read_manifest
 from koushi.config.schema import RopeScaling
-from koushi.errors import CheckpointError
+from koushi.errors import CheckpointError, WrongCheckpoint
 from koushi.models.llama.sizes import LlamaSize
 from koushi.run_folder import CHECKPOINTS
 
@@ -18,13 +18,13 @@ from koushi.run_folder import CHECKPOINTS
 def candidates(path: Path) -> list[Path]:
     """The checkpoints that ``path`` stands for, newest first: itself, or those of a run folder.
 
-    Raises CheckpointError where there is none.
+    Raises WrongCheckpoint where there is none.
     """
     if (path / MANIFEST).exists():
         return [path]
     found = published(path / CHECKPOINTS) or published(path)
     if not found:
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run folder that holds one")
+        raise WrongCheckpoint(f"{path} is neither a checkpoint nor a run folder that holds one")
     return found
 
 
@@ -49,7 +49,7 @@ def none_whole(problems: Sequence[Exception]) -> CheckpointError:
 
 
 def check_size(folder: Path, head: Head, size: LlamaSize) -> None:
-    """Raises CheckpointError, naming what differs, where the checkpoint is of another model than ``size``."""
+    """Raises WrongCheckpoint, naming what differs, where the checkpoint is of another model than ``size``."""
     theirs = head.config.get("model", {})
     differ = [
         f"{name} {_plain(theirs.get(name))} (here {_plain(getattr(size, name))})"
@@ -57,7 +57,7 @@ def check_size(folder: Path, head: Head, size: LlamaSize) -> None:
         if _plain(theirs.get(name)) != _plain(getattr(size, name))
     ]
     if differ:
-        raise CheckpointError(f"{folder} is a checkpoint of another model: it has {', '.join(differ)}")
+        raise WrongCheckpoint(f"{folder} is a checkpoint of another model: it has {', '.join(differ)}")
 
 
 def _plain(value: Any) -> Any:

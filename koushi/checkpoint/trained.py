@@ -14,7 +14,7 @@ from koushi.checkpoint.newest import candidates, newest
 from koushi.checkpoint.tensors import CheckpointFiles
 from koushi.checkpoint.weights import Weights
 from koushi.config.schema import JobConfig
-from koushi.errors import CheckpointError
+from koushi.errors import CheckpointError, WrongCheckpoint
 from koushi.layout import Slices
 from koushi.models.llama.layout import parameters
 from koushi.models.llama.sizes import llama_size
@@ -32,7 +32,7 @@ class CheckpointWeights(Weights):
             self.config = JobConfig.model_validate(dict(self.files.manifest.head.config))
             self.size = llama_size(self.config.model)
         except (ValidationError, KeyError) as error:
-            raise CheckpointError(f"{folder}: its run file is not one that this version reads: {error}") from error
+            raise WrongCheckpoint(f"{folder}: its run file is not one that this version reads: {error}") from error
         held = self.files.manifest.by_key
         absent = [name for name, one in parameters(self.size).items() if not self._fits(held, name, one.shape)]
         if absent:

@@ -132,6 +132,9 @@ def read(path: Path, kind: Kind = RUN_FILE) -> Tree:
     ConfigError when the file as a whole cannot be read.
     """
     text = read_text(path, kind)
+    if path.suffix.lower() == ".toml":
+        legal = "[training] with steps = 10 is written `training: {steps: 10}`"
+        raise _refusal(Place.in_file(path), f"is TOML, and {kind.called} is YAML", legal)
     try:
         node = root_of(text)
     except RecursionError:

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "virtual_stages": _PIPELINE + "stages_per_rank",
     "num_virtual_stages": _PIPELINE + "stages_per_rank",
     "pipeline_parallel_layers_per_rank": _PIPELINE + "layers_per_stage",
+    "pipeline_parallel_split_points": _PIPELINE + "layers_per_stage",
     "dp": "parallelism.data_parallel_shard_degree",
     "dp_size": "parallelism.data_parallel_shard_degree",
     "dp_shard": "parallelism.data_parallel_shard_degree",
@@ -38,7 +39,7 @@ ELSEWHERE = {
     "ranks": "parallelism.world_size",
     "nproc": "parallelism.world_size",
     "nproc_per_node": "parallelism.world_size",
-    "local_batch_size": "training.global_batch_size",
+    "local_batch_size": "training.microbatch_size",
     "batch_size": "training.global_batch_size",
     "train_batch_size": "training.global_batch_size",
     "micro_batch_size": "training.microbatch_size",
@@ -97,11 +98,33 @@ ELSEWHERE = {
     "chip": "run.hardware",
     "output_dir": "run.folder",
     "dump_folder": "run.folder",
+    "initial_load_path": "run.resume",
+    "init_timeout_seconds": "run.timeout",
+    "train_timeout_seconds": "run.timeout",
+    "save_interval": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "async_mode": "checkpoint.mode",
+    "keep_latest_k": "checkpoint.keep_last",
+    "save_total_limit": "checkpoint.keep_last",
 }
 """Keys of torchtitan, Megatron, Transformers and others that mean one of ours."""
 
+ELSEWHERE_IN = {
+    "checkpoint.interval": "checkpoint.every",
+    "checkpoint.freq": "checkpoint.every",
+    "checkpoint.folder": "run.folder",
+    "validation.interval": "validation.every",
+    "validation.freq": "validation.every",
+    "validation.steps": "validation.batches",
+}
+"""The same where a name means something only in its section."""
+
 _NO_CP = "context parallel does not exist yet: the mesh's cp has degree 1"
 _NO_EP = "expert parallel does not exist yet, nor do models with experts"
+_NO_WANDB = "there is no wandb: metrics.jsonl has every step, and metrics.tensorboard writes event files"
+_NO_FLOAT8 = "float8 does not exist yet: precision.compute is float32, bfloat16 or float64"
+_NO_PROFILER = "there is no profiler: koushi dry-run --trace FILE predicts a timeline, koushi report shows a run"
+_EVERY = "{0}.every alone says: the steps between {1}, 0 for none"
 ABSENT = {
     "cp": _NO_CP,
     "cp_size": _NO_CP,
@@ -113,8 +136,25 @@ ABSENT = {
     "expert_model_parallel_size": _NO_EP,
     "expert_tensor_parallel_degree": _NO_EP,
     "num_experts": _NO_EP,
+    "context_parallel_rotate_method": _NO_CP,
+    "enable_async_tensor_parallel": "tensor parallel that overlaps its matmuls with communication does not exist yet",
+    "disable_loss_parallel": "tensor parallel always has loss parallel",
+    "enable_checkpoint": _EVERY.format("checkpoint", "checkpoints"),
+    "checkpoint.enable": _EVERY.format("checkpoint", "checkpoints"),
+    "validation.enable": _EVERY.format("validation", "validations"),
+    "enable_wandb": _NO_WANDB,
+    "wandb": _NO_WANDB,
+    "gc_freq": "Python's garbage collector runs as in any program",
+    "enable_cpu_offload": "nothing is offloaded to the host",
+    "optimizer.implementation": "AdamW is always torch's fused kernel",
+    "converters": _NO_FLOAT8,
+    "float8": _NO_FLOAT8,
+    "profiling": _NO_PROFILER,
+    "enable_profiling": _NO_PROFILER,
+    "job": "a run has its run file's name, and run.folder is where it writes",
+    "comm": "run.timeout is how many seconds a collective may take",
 }
-"""Keys of other tools for what Koushi does not have, where a guess would lead astray."""
+"""What to say of keys and sections of other tools that have no counterpart, where a guess would lead astray."""
 
 VALUES = {
     "bf16": "bfloat16",
@@ -153,18 +193,21 @@ def nearest(word: str, legal: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def absent(dotted: str) -> str | None:
-    """What to say of a key, in any section, for something that is not there."""
-    return ABSENT.get(dotted.rpartition(".")[2].lower().replace("-", "_"))
+    """What to say of a key or a section for something that is not there: one of its section, or of any."""
+    known = dotted.lower().replace("-", "_")
+    return ABSENT.get(known) or ABSENT.get(known.rpartition(".")[2])
 
 
 def nearest_key(dotted: str, legal: Sequence[str]) -> str | None:
-    """The dotted key that an unknown one most likely meant: in its own section first, then anywhere."""
+    """The dotted key that an unknown one most likely meant: a known one of other tools, one of its section, or any."""
     section, _, name = dotted.rpartition(".")
+    plain = dotted.lower().replace("-", "_")
+    known = ELSEWHERE_IN.get(plain) or ELSEWHERE.get(plain.rpartition(".")[2])
+    if known in legal:
+        return known
     siblings = [key.rpartition(".")[2] for key in legal if key.rpartition(".")[0] == section]
     if close := get_close_matches(name, siblings, n=1, cutoff=0.8):
         return f"{section}.{close[0]}" if section else close[0]
-    if (known := ELSEWHERE.get(name.lower().replace("-", "_"))) in legal:
-        return known
     by_name = {key.rpartition(".")[2]: key for key in reversed(legal)}
     if name in by_name:
         return by_name[name]

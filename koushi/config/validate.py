@@ -70,7 +70,10 @@ def _rename_sections(tree: Tree) -> None:
             continue
         close = get_close_matches(name, JobConfig.model_fields, n=1, cutoff=0.6)
         what = "is not a section of a run file"
-        if name in ELSEWHERE:  # a section of another tool, and here a key
+        if missing := absent(name):
+            tree.found.append(Found(entry.key_place, name, what, missing))
+            del tree.branch[name]
+        elif name in ELSEWHERE:  # a section of another tool, and here a key
             tree.found.append(Found(entry.key_place, name, what, f"did you mean {ELSEWHERE[name]}?"))
             del tree.branch[name]
         elif close and close[0] not in tree.branch:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from koushi.errors import TrainingError
+from koushi.errors import RunRefused, TrainingError
 from koushi.mesh import MeshSpec
 from koushi.parallel.arrivals import START, name_groups, open_book
 
@@ -47,11 +47,11 @@ def build_mesh(spec: MeshSpec, device_type: str, timeout: float | None = None) -
 
     ``timeout`` is how many seconds a collective on any of its groups may take; the world's own does not count there.
 
-    Raises TrainingError when the started world is not the mesh's: torch would take a larger one silently.
+    Raises RunRefused when the started world is not the mesh's: torch would take a larger one silently.
     """
     started = dist.get_world_size()
     if started != spec.world_size:
-        raise TrainingError(
+        raise RunRefused(
             f"the mesh {spec} needs {spec.world_size} processes, but {started} were started; "
             f"start {spec.world_size}, or change the degrees"
         )

@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from koushi.errors import RankFailure, Stopped, TrainingError
+from koushi.errors import RankFailure, RunRefused, Stopped, TrainingError
 from koushi.job import Job
 from koushi.parallel.arrivals import ARRIVALS
 from koushi.parallel.device_mesh import resolve_device
@@ -85,7 +85,7 @@ def launch(worker: Worker, job: Job, max_restarts: int = 0) -> None:
 def _join_world(worker: Worker, job: Job) -> None:
     started = int(os.environ["WORLD_SIZE"])
     if started != job.mesh.world_size:
-        raise TrainingError(
+        raise RunRefused(
             f"{started} processes were started (WORLD_SIZE) but the mesh {job.mesh} has {job.mesh.world_size} ranks; "
             f"start {job.mesh.world_size}, or choose degrees whose product is {started}"
         )

@@ -10,7 +10,7 @@ from koushi.checkpoint.folders import published
 from koushi.checkpoint.newest import candidates, check_size, newest
 from koushi.config.load import RunFile
 from koushi.config.schema import Model, Run
-from koushi.errors import TrainingError, WeightsError
+from koushi.errors import RunRefused, WeightsError
 from koushi.job import Job
 from koushi.models.llama.hf import check_folder
 from koushi.run_folder import CHECKPOINTS, run_folder
@@ -41,7 +41,7 @@ def run_place(job: Job, begun: Path | None = None) -> RunPlace:
     ``begun``: the folder that the launcher's first start of these ranks took; whatever is told, they go on in it.
 
     By itself a run goes on in the last of its folders, ``runs/<name>``, ``runs/<name>-2`` and so on, if that keeps
-    checkpoints, and begins in the first free one if not. Raises TrainingError for a folder that already holds a run,
+    checkpoints, and begins in the first free one if not. Raises RunRefused for a folder that already holds a run,
     CheckpointError for a checkpoint that cannot be gone on with.
     """
     place = _place(job.config.run, job.name, begun)
@@ -49,7 +49,7 @@ def run_place(job: Job, begun: Path | None = None) -> RunPlace:
         folder, manifest = newest(place.found)
         check_size(folder, manifest.head, job.size)
         if folder.parent != place.checkpoints and manifest.head.step >= job.config.training.steps:
-            raise TrainingError(
+            raise RunRefused(
                 f"{folder} is a checkpoint of step {manifest.head.step}, and training.steps is "
                 f"{job.config.training.steps}: nothing is left to train; raise training.steps"
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from koushi.check.check import RULES
+from koushi.check.rule import TP_OF_MODEL
 from koushi.config.validate import legal_keys
 from koushi.errors import ConfigError, Problem
 from koushi.job import Job
@@ -24,7 +25,11 @@ Problems = Callable[..., tuple[Problem, ...]]
         ("parallelism: {data_parallel_shard_degree: -1}", 1),
         ("model: {name: llama3-8}", 1),
         ("model: {n_kv_heads: 3}", 1),
-        ("parallelism: {tensor_parallel_degree: 3}", 4),
+        ("parallelism: {tensor_parallel_degree: 3}", 1),
+        ("parallelism: {tensor_parallel_degree: 3, world_size: 16}", 1),
+        ("parallelism: {tensor_parallel_degree: 3, data_parallel_shard_degree: -1, world_size: 16}", 1),
+        ("model: {n_kv_heads: 8, n_heads: 8}\nparallelism: {tensor_parallel_degree: 16, world_size: 48}", 2),
+        ("model: {vocab_size: 1021}\nparallelism: {tensor_parallel_degree: 2}", 1),
         ("parallelism: {pipeline_parallel_degree: 2}\ntraining: {global_batch_size: 1}", 1),
         ("precision: {parameters: float64}", 2),
     ],
@@ -108,6 +113,17 @@ def test_two_worlds_are_one_problem(problems: Problems, shard: int) -> None:
     assert (found.what, found.legal) == ("is 12, but the world has 8 processes", "8, or leave it out")
 
 
+def test_no_vocabulary_is_offered_that_is_too_small_for_the_tokenizer(problems: Problems, tmp_path: Path) -> None:
+    vocab = {str(number): number for number in range(1021)}
+    added = [{"id": 3, "content": "</s>"}]
+    (tmp_path / "odd.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))
+    text = "model: {vocab_size: 1021}\ndata: {source: text, path: run.yaml, tokenizer: odd.json}\n"
+    (found,) = problems(text, "--tp", "2")
+    assert found.legal.startswith("vocab_size 1022; ")
+    (found,) = problems(text, "--tp", "2", "data.source=synthetic", "data.path=")
+    assert found.legal.startswith("vocab_size 1020 or 1022; ")
+
+
 def test_a_schedule_is_not_looked_at_without_a_pipeline(checked: Checked) -> None:
     text = "parallelism: {pipeline_parallel_schedule: DualPipeV}\ntraining: {compile: true, global_batch_size: 1}"
     job = checked(text)
@@ -186,7 +202,7 @@ def test_data_that_is_there_is_accepted(problems: Problems, data: str) -> None:
 
 def test_rules_read_keys_of_the_schema() -> None:
     read = {key for rule in RULES for key in rule.reads}
-    assert read <= set(legal_keys())
+    assert read <= {*legal_keys(), TP_OF_MODEL}
 
 
 def test_nothing_wrong_raises_nothing_and_something_wrong_a_config_error(checked: Checked) -> None:

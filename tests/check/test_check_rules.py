@@ -27,8 +27,16 @@ CASES = [
     (
         "parallelism: {tensor_parallel_degree: 2, world_size: §9}",
         "parallelism.world_size",
-        "the degrees multiply to 2 (pp 1 x dp_replicate 1 x dp_shard 1 x tp 2), the world has 9",
-        "a world of 2",
+        "the degrees multiply to 2 (pp 1 x dp_replicate 1 x dp_shard 1 x tp 2), the world has 9, "
+        "which tp 2 does not divide",
+        "a tp that divides 9, or a world of 2",
+    ),
+    (
+        "parallelism: {pipeline_parallel_degree: 5, tensor_parallel_degree: 8, world_size: §12}",
+        "parallelism.world_size",
+        "the degrees multiply to 40 (pp 5 x dp_replicate 1 x dp_shard 1 x tp 8), the world has 12, "
+        "which pp 5 and tp 8 do not divide",
+        "a pp and a tp that divide 12, or a world of 40",
     ),
     (
         "parallelism: {tensor_parallel_degree: 2, world_size: §8}",
@@ -69,7 +77,8 @@ CASES = [
     (
         "parallelism: {tensor_parallel_degree: 4, pipeline_parallel_degree: 3, world_size: §6}",
         "parallelism.world_size",
-        "the degrees multiply to 12 (pp 3 x dp_replicate 1 x dp_shard 1 x tp 4), the world has 6",
+        "the degrees multiply to 12 (pp 3 x dp_replicate 1 x dp_shard 1 x tp 4), the world has 6, "
+        "which tp 4 does not divide",
         "tensor_parallel_degree 2, or a world of 12",
     ),
     # The model.

@@ -15,7 +15,8 @@ from koushi.train.claim import claimed
 def test_one_screen(checked: Callable[..., Job]) -> None:
     job = checked(
         "model: {n_layers: 7}\nparallelism: {pipeline_parallel_degree: 2, tensor_parallel_degree: 4}\n"
-        "training: {seq_len: 128, global_batch_size: 8, microbatch_size: 2, steps: 10}\n"
+        "training: {seq_len: 128, global_batch_size: 8, microbatch_size: 2, steps: 10, "
+        "recompute: full}\nprecision: {compute: bfloat16}\n"
     )
     text = summary(job)
     assert text.splitlines()[2:] == [
@@ -28,6 +29,7 @@ def test_one_screen(checked: Callable[..., Job]) -> None:
         "           both dp           1   0",
         "stages   2, 1F1B, 1 per rank; layers 0-3 | 4-6",
         "batch    8 samples = 1 data-parallel ranks x 4 microbatches x 2; 1.02K tokens a step",
+        "dtypes   float32 parameters, bfloat16 compute, float32 gradient reductions; recompute full",
         "run      10 steps, 10.24K tokens, into runs/run",
     ]
 

@@ -35,7 +35,7 @@ from koushi.checkpoint.folders import published
 from koushi.checkpoint.inspect import inspect
 from koushi.checkpoint.manifest import MANIFEST, read_manifest
 from koushi.cli import main
-from koushi.errors import CheckpointError, DamagedCheckpoint, KoushiError, RankFailure
+from koushi.errors import CheckpointError, DamagedCheckpoint, KoushiError, RankFailure, WrongCheckpoint
 from koushi.train.resume import RunPlace, finished, run_place
 
 PATIENCE = 240
@@ -237,7 +237,7 @@ def test_a_run_without_a_whole_checkpoint_says_so(whole: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(whole: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "new", *ONE, "model.dim=32", "model.n_kv_heads=4", f"run.resume={checkpoint(whole, 5)}")
-    with pytest.raises(CheckpointError, match=r"another model: it has dim 24 \(here 32\), n_kv_heads 2 \(here 4\)$"):
+    with pytest.raises(WrongCheckpoint, match=r"another model: it has dim 24 \(here 32\), n_kv_heads 2 \(here 4\)$"):
         run_place(job)
     with pytest.raises(CheckpointError, match="another model"):
         train(tmp_path / "new", *ONE, "model.dim=32", source=checkpoint(whole, 5))

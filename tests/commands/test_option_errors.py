@@ -147,8 +147,11 @@ def test_a_wrong_value_and_a_slip_in_any_key(key: str, capsys: pytest.CaptureFix
         ),
         ([DEBUG, "--zzz"], "--zzz: is not an option; the options are --gpus, --hardware, --pp, "),
         ([DEBUG, "tpp=2"], "tpp: is not a key of a run file; did you mean --tp (parallelism.tensor_parallel_degree)?"),
-        ([DEBUG, "--gpus", "7"], "the world has 7; a world of 4 or 8, for which dp_shard follows"),
-        ([DEBUG, "--gpus", "7", "--dp-shard", "4"], "the world has 7; a world of 16"),
+        ([DEBUG, "--gpus", "7"], "or a world of 4 or 8, for which dp_shard follows"),
+        (
+            [DEBUG, "--gpus", "7", "--dp-shard", "4"],
+            "the world has 7, which pp 2 and tp 2 do not divide; a pp and a tp that divide 7, or a world of 16",
+        ),
     ],
 )
 def test_what_people_type(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

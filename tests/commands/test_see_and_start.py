@@ -77,6 +77,12 @@ def test_mesh_with_the_world_of_a_launcher(capsys: Printed) -> None:
         (["init", DEBUG], f"{DEBUG}: is there already; name a new file, or remove it"),
         (["init", "nowhere/x.yaml"], "nowhere; make it, or name another file"),
         (["init", "x.yaml", "--model", "llama3-9b"], "did you mean llama3-8b?"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere is neither a checkpoint nor a run folder"),
+        (["inspect", "nowhere"], "nowhere is neither a checkpoint nor a run folder"),
+        (["report", "nowhere"], "nowhere has no metrics.jsonl"),
+        (["convert", "to-hf", "nowhere", "model"], "nowhere is neither a checkpoint nor a run folder"),
+        (["convert", "from-hf", "nowhere", "checkpoint"], "nowhere: there is no such folder"),
+        (["train", DEBUG, "--resume", "."], ". is neither a checkpoint nor a run folder"),
         (["launch", DEBUG, "--nodes", "2"], "add --backend slurm|kubernetes|torchrun"),
         (
             ["launch", DEBUG, "--nodes", "2", "--backend", "lsf"],

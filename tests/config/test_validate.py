@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from koushi.config.load import RunFile, load, load_config
 from koushi.config.schema import JobConfig
-from koushi.config.spelling import ELSEWHERE, VALUES, nearest, nearest_key
+from koushi.config.spelling import ABSENT, ELSEWHERE, ELSEWHERE_IN, VALUES, absent, nearest, nearest_key
 from koushi.config.validate import legal_keys
 from koushi.errors import ConfigError
 
@@ -134,7 +135,32 @@ def marked(text: str) -> tuple[str, str]:
         (
             "training: {§local_batch_size: 3}",
             "training.local_batch_size",
-            "is not a key of training; did you mean training.global_batch_size?",
+            "is not a key of training; did you mean training.microbatch_size?",
+        ),
+        (
+            "checkpoint: {§interval: 3}",
+            "checkpoint.interval",
+            "is not a key of checkpoint; did you mean checkpoint.every?",
+        ),
+        (
+            "checkpoint: {§async_mode: async}",
+            "checkpoint.async_mode",
+            "is not a key of checkpoint; did you mean checkpoint.mode?",
+        ),
+        (
+            "checkpoint: {§enable_checkpoint: true}",
+            "checkpoint.enable_checkpoint",
+            "is not a key of checkpoint; checkpoint.every alone says: the steps between checkpoints, 0 for none",
+        ),
+        (
+            "optimizer: {§implementation: fused}",
+            "optimizer.implementation",
+            "is not a key of optimizer; AdamW is always torch's fused kernel",
+        ),
+        (
+            "§job: {dump_folder: x, description: y}",
+            "job",
+            "is not a section of a run file; a run has its run file's name, and run.folder is where it writes",
         ),
         ("§training.steps: 3", "training.steps", "is not a key of a run file; write it as a key steps under training:"),
         ("§trainning: {steps: 3}", "trainning", "is not a section of a run file; did you mean training?"),
@@ -227,6 +253,26 @@ def test_names_of_other_tools_lead_to_keys_that_exist() -> None:
     for name, key in ELSEWHERE.items():
         assert nearest_key(name, legal_keys()) in legal_keys(), name
         assert nearest_key(f"zzz.{name}", legal_keys()) == key
+    for name, key in ELSEWHERE_IN.items():
+        assert nearest_key(name, legal_keys()) == key
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_not_there_is_said_of_no_key_that_is(name: str, tmp_path: Path) -> None:
+    assert not {name, f"training.{name}"} & set(legal_keys())
+    assert absent((name if "." in name else f"training.{name}").upper().replace("_", "-")) == ABSENT[name]
+    for key in re.findall(r"\b[a-z_]+\.[a-z_]+\b", ABSENT[name]):
+        assert key in legal_keys() or key == "metrics.jsonl"
+    section, _, key = name.rpartition(".")
+    (found,) = loaded(tmp_path, f"{section}: {{{key}: 1}}" if section else f"{name}: {{a: 1}}").found
+    assert found.legal == ABSENT[name]
+
+
+def test_a_toml_file_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nsteps = 10\n")
+    with pytest.raises(ConfigError, match=r"run\.toml:1:1: is TOML, and a run file is YAML; .* `training: \{"):
+        load(path)
 
 
 def test_values_of_other_tools_are_values_of_the_schema() -> None:
