@@ -238,6 +238,7 @@ def advice_text(before: Plan, advice: Advice) -> str:
         gain = f"{fix.seconds / before.time.seconds - 1:>+6.1%}"
         tight = "  tight" if is_tight(fix.memory, before.hardware) else ""
         lines.append(f"  {text:<{width}}  {short(fix.seconds):>8}  {gain}  {_size(fix.memory):>8}{tight}{note}")
+    lines.append(f"--search weighs every layout of {before.devices:,} {'device' if before.devices == 1 else 'devices'}")
     return "\n".join(lines)
 
 
