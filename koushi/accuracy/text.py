@@ -213,13 +213,16 @@ def report(
 
 
 def error_bars(scores: Sequence[SourceScore]) -> dict[str, dict[str, float]]:
-    """Of step time and memory: the means over sources that the table ends with, and how many runs they stand on."""
+    """Of step time and memory: the means over sources that the table ends with, the largest p90 of a source, and how
+    many sources and runs they stand on."""
     found = {}
     for name in ("time", "memory"):
         errors = [known for one in scores if (known := getattr(one, name)) is not None]
         found["step_time" if name == "time" else name] = {
             "median": round(mean(known.median for known in errors), 4),
             "p90": round(mean(known.p90 for known in errors), 4),
+            "worst_p90": round(max(known.p90 for known in errors), 4),
+            "sources": len(errors),
             "runs": sum(known.runs for known in errors),
         }
     return found

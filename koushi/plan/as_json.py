@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from koushi.job import Job
@@ -78,7 +79,7 @@ def _scored(result: SearchResult, found: Iterable[Scored]) -> list[Json]:
 
 def _error(plan: Plan, bar: ErrorBar) -> Json | None:
     """None where no published run stands behind the figures."""
-    return {"median": bar.median, "p90": bar.p90, "runs": bar.runs} if is_published(plan.hardware) else None
+    return asdict(bar) if is_published(plan.hardware) else None
 
 
 def _memory(plan: Plan) -> Json:

@@ -1,10 +1,12 @@
-"""What to change where a layout does not fit, or is slower than it could be: single changes, each planned anew."""
+"""What to change where a layout does not fit, or is slower than it could be: one thing, or two where none is enough;
+each change is planned anew."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 from koushi.check.rule import COMPILE, DP_SHARD, PER_STAGE, WORLD
 from koushi.hardware.hardware import Hardware
@@ -71,10 +73,16 @@ class Advice:
 
 
 def advice(question: Question, before: Plan) -> Advice:
-    """The cheapest changes that make ``before`` fit, the fastest first; if it fits, those that make it faster."""
+    """Changes that make ``before`` fit, the fastest first; if it fits, those that make it faster.
+
+    Where no single one is enough, the best two together; where no two are, the best layout of all.
+    """
     tried = sorted(single_changes(question, before), key=lambda fix: (fix.seconds, fix.memory))
     if tried or before.fits:
         return Advice(_distinct(tried))
+    pair = cheapest_pair(question, before)
+    if pair is not None:
+        return Advice((pair,))
     found = search(question, before.workload, before.hardware).chosen
     if found:
         return Advice((Fix(changed(before.workload, found.layout), found.seconds, found.memory),))
@@ -99,25 +107,68 @@ def single_changes(question: Question, before: Plan) -> Iterator[Fix]:
     slowest = before.time.seconds * (1 - WORTH) if before.fits else inf
     costs = Costs(workload, hardware)
     for other in dict.fromkeys(neighbours(question, layout)):
-        if other == layout or not is_legal(question, other):
-            continue
-        split = split_of(question, other)
-        moved = _moved(workload, layout, other)
-        divided = moved.stage_layers == other.of(workload).stage_layers
-        if divided and costs.memory_floor(split, other) > costs.capacity:
-            continue
-        if divided and costs.layout_floor(split, other) > slowest:
-            continue
-        yield from _judged(moved, hardware, slowest, changed(workload, other))
-    if workload.compute == "float32" and hardware.chip.peak("bfloat16") > hardware.chip.peak("float32"):
+        if other != layout and is_legal(question, other):
+            floor = _floor(question, costs, layout, other)
+            if floor is not None and floor <= slowest:
+                moved = _moved(workload, layout, other)
+                yield from _judged(moved, hardware, slowest, changed(workload, other))
+    for one in _in_place(question, before):
+        yield from _judged(one.workload, hardware, slowest, one.values, one.note)
+
+
+class _Change(NamedTuple):
+    """A change that leaves the layout as it is; its note says what it costs."""
+
+    workload: Workload
+    values: Mapping[str, object]
+    note: str
+
+
+def _in_place(question: Question, before: Plan) -> Iterator[_Change]:
+    workload, chip = before.workload, before.hardware.chip
+    if workload.compute == "float32" and chip.peak("bfloat16") > chip.peak("float32"):
         note = f"8 bits of precision in matmuls and activations; masters stay {workload.parameters}"
-        yield from _judged(replace(workload, compute="bfloat16"), hardware, slowest, {COMPUTE: "bfloat16"}, note)
+        yield _Change(replace(workload, compute="bfloat16"), {COMPUTE: "bfloat16"}, note)
     if workload.reduce == "float32" and workload.compute == "bfloat16":
         note = "gradients are added up with less precision"
-        yield from _judged(replace(workload, reduce="bfloat16"), hardware, slowest, {REDUCE: "bfloat16"}, note)
-    if not question.compiled and not (layout.pp > 1 and SCHEDULES[workload.schedule].splits_backward):
+        yield _Change(replace(workload, reduce="bfloat16"), {REDUCE: "bfloat16"}, note)
+    if not question.compiled and not (layout_of(workload).pp > 1 and SCHEDULES[workload.schedule].splits_backward):
         fused = replace(workload, system=replace(workload.system, fused=True))
-        yield from _judged(fused, hardware, slowest, {COMPILE: True}, "the first step compiles")
+        yield _Change(fused, {COMPILE: True}, "the first step compiles")
+
+
+def _floor(question: Question, costs: Costs, before: Layout, after: Layout) -> float | None:
+    """Seconds that a step of ``after`` takes at least, as far as bounds know; None: too large."""
+    moved, split = _moved(costs.base, before, after), split_of(question, after)
+    if moved.stage_layers != after.of(costs.base).stage_layers:
+        return 0.0
+    return costs.layout_floor(split, after) if costs.memory_floor(split, after) <= costs.capacity else None
+
+
+def cheapest_pair(question: Question, before: Plan) -> Fix | None:
+    """The two changes that together lead to the fastest plan that fits, of those where one changes the layout."""
+    workload, layout, hardware = before.workload, layout_of(before.workload), before.hardware
+    once = dict.fromkeys(neighbours(question, layout))
+    twice = dict.fromkeys(other for one in once for other in neighbours(question, one))
+    as_it_is = (_Change(workload, {}, ""), tuple(twice))
+    compiled = replace(question, compiled=True)
+    waiting: list[tuple[float, int, _Change, Layout]] = []
+    for change, others in (as_it_is, *((one, tuple(once)) for one in _in_place(question, before))):
+        costs, asked = Costs(change.workload, hardware), compiled if change.workload.system.fused else question
+        for other in others:
+            if other != layout and is_legal(asked, other):
+                floor = _floor(question, costs, layout, other)
+                if floor is not None:
+                    waiting.append((floor, len(waiting), change, other))
+    best: Fix | None = None
+    for floor, _, change, other in sorted(waiting):
+        if best is not None and floor >= best.seconds:
+            break
+        moved = _moved(change.workload, layout, other)
+        values = {**change.values, **changed(workload, other)}
+        for fix in _judged(moved, hardware, best.seconds if best else inf, values, change.note):
+            best = fix
+    return best
 
 
 def _judged(
@@ -146,7 +197,7 @@ def neighbours(question: Question, layout: Layout) -> Iterator[Layout]:
     for recompute in MODES:
         yield layout._replace(recompute=recompute)
     samples = question.global_batch_size // (layout.dp_replicate * layout.dp_shard)
-    for size in _beside(divisors(samples), layout.microbatch_size):
+    for size in dict.fromkeys((*_beside(divisors(samples), layout.microbatch_size), 1)):
         yield layout._replace(microbatch_size=size)
     yield layout._replace(reshard_after_forward=not layout.reshard_after_forward)
     data_parallel = layout.dp_replicate * layout.dp_shard

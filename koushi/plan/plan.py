@@ -22,11 +22,20 @@ TIGHT = 0.9
 
 @dataclass(frozen=True)
 class ErrorBar:
-    """How far predictions were from published runs, as shares of what was measured: means over their sources."""
+    """How far predictions were from published runs, as shares of what was measured."""
 
     median: float
+    """Of a source's runs; the mean over sources."""
     p90: float
+    """90th percentile of a source's runs; the mean over sources, each of which counts the same."""
+    worst_p90: float
+    """Of the source with the largest."""
+    sources: int
     runs: int
+
+    def around(self, predicted: float) -> tuple[float, float]:
+        """What would be measured with an error of ``p90`` to either side."""
+        return predicted / (1 + self.p90), predicted / (1 - self.p90)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
 from koushi.plan.fixes import MOST_TIMES, Advice, Wider
 from koushi.plan.memory import Memory
-from koushi.plan.plan import Plan, SubmeshUse, error_bars, is_published, is_tight
+from koushi.plan.plan import ErrorBar, Plan, SubmeshUse, error_bars, is_published, is_tight
 from koushi.traffic import Phase
 from koushi.units import bytes_text, count_text, counted, cut_short
 
@@ -87,7 +87,7 @@ def _time(job: Job, plan: Plan) -> list[str]:
     tokens = count_text(plan.workload.tokens * steps)
     lines = [
         f"time     {short(seconds)} a step{_seconds_range(plan)}",
-        f"         {_trust(plan)}",
+        f"         {_trust(error_bars()[0]) if is_published(plan.hardware) else _no_trust(plan)}",
         f"speed    {count_text(time.tokens_per_second_per_device * plan.devices)} tokens/s, "
         f"{count_text(time.tokens_per_second_per_device)} per device; MFU {_percent(time.mfu)}",
         "         MFU as PaLM counts: 6 FLOPs per parameter but the input embedding's, attention in full, no recompute",
@@ -123,7 +123,7 @@ def _memory(plan: Plan) -> list[str]:
     ]
     if is_published(plan.hardware):
         low, high = memory_range(plan)
-        lines.append(f"  {'range':<24} {_figure(low / scale):>8}  to {_figure(high / scale)}")
+        lines.append(_size_line("range", low / scale, f"to {_figure(high / scale)}; {_trust(error_bars()[1])}"))
     if len(plan.memories) > 1:
         lines.append(f"  by stage rank            {_by_coordinate(plan.memories, scale)} {unit}")
     return lines
@@ -138,26 +138,27 @@ def _pools(memory: Memory, scale: float) -> list[str]:
 
 
 def memory_range(plan: Plan) -> tuple[float, float]:
-    """Within which 9 in 10 would be; never less than what stays throughout, which is known."""
-    memory, off = plan.memory, error_bars()[1].p90
-    low = max(memory.device * (1 - off), memory.parameters + memory.optimizer + memory.runtime)
-    return min(low, memory.device), memory.device * (1 + off)
+    """What would be measured at the error bar's p90; never less than what stays throughout, which is known."""
+    memory = plan.memory
+    low, high = error_bars()[1].around(memory.device)
+    return min(max(low, memory.parameters + memory.optimizer + memory.runtime), memory.device), high
 
 
 def _seconds_range(plan: Plan) -> str:
-    seconds, off = plan.time.seconds, error_bars()[0].p90
-    return f" ({short(seconds * (1 - off))} to {short(seconds * (1 + off))})" if is_published(plan.hardware) else ""
+    low, high = error_bars()[0].around(plan.time.seconds)
+    return f" ({short(low)} to {short(high)})" if is_published(plan.hardware) else ""
 
 
-def _trust(plan: Plan) -> str:
-    """How far off published runs were from their plans."""
-    if not is_published(plan.hardware):
-        return f"no published run stands behind {plan.hardware.name}"
-    time, memory = error_bars()
+def _trust(bar: ErrorBar) -> str:
+    """How far plans of published runs were from what those measured."""
     return (
-        f"9 in 10 published runs came within {time.p90:.0%} of their plan in time and {memory.p90:.0%} in memory, "
-        "as means of their sources"
+        f"published runs: half within {bar.median:.0%}, 9 in 10 within {bar.p90:.0%} as means of "
+        f"{bar.sources} sources, {bar.worst_p90:.0%} in the worst"
     )
+
+
+def _no_trust(plan: Plan) -> str:
+    return f"no published run stands behind {plan.hardware.name}"
 
 
 def _by_coordinate(memories: Sequence[Memory], scale: float) -> str:
@@ -237,6 +238,7 @@ def advice_text(before: Plan, advice: Advice) -> str:
         gain = f"{fix.seconds / before.time.seconds - 1:>+6.1%}"
         tight = "  tight" if is_tight(fix.memory, before.hardware) else ""
         lines.append(f"  {text:<{width}}  {short(fix.seconds):>8}  {gain}  {_size(fix.memory):>8}{tight}{note}")
+    lines.append(f"--search weighs every layout of {before.devices:,} {'device' if before.devices == 1 else 'devices'}")
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from koushi.accuracy.__main__ import TABLES, main
 from koushi.accuracy.document import fenced, shown
 from koushi.accuracy.published import LeftOut, described
 from koushi.accuracy.rows import FAILED, MEASURED, read
-from koushi.accuracy.score import Scored, SourceScore, by_source, score
+from koushi.accuracy.score import Errors, Scored, SourceScore, by_source, score
 from koushi.accuracy.text import error_bars, report
 from koushi.plan.plan import ACCURACY
 
@@ -110,6 +110,18 @@ def test_the_document_shows_what_the_command_prints(held: Held) -> None:
 
 def test_the_error_bars_of_the_plan_are_these(held: Held) -> None:
     assert json.loads(ACCURACY.read_text(encoding="utf-8")) == error_bars(held.scores)
+
+
+def test_error_bars_tell_of_the_worst_source() -> None:
+    def source(name: str, p90: float, runs: int) -> SourceScore:
+        return SourceScore(name, Errors(runs, p90 / 2, p90, 0.0), None, (), None, None)
+
+    scores = [source("one run", 0.02, 1), source("many", 0.2, 99), source("some", 0.08, 10)]
+    alone = SourceScore("memory alone", None, Errors(4, 0.1, 0.3, 0.0), (), None, None)
+    assert error_bars([*scores, alone]) == {
+        "step_time": {"median": 0.05, "p90": 0.1, "worst_p90": 0.2, "sources": 3, "runs": 110},
+        "memory": {"median": 0.1, "p90": 0.3, "worst_p90": 0.3, "sources": 1, "runs": 4},
+    }
 
 
 def test_the_command_prints_figures_for_programs() -> None:

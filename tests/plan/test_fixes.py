@@ -11,8 +11,8 @@ from koushi.check.check import check
 from koushi.config.load import load
 from koushi.job import Job
 from koushi.plan.command import hardware_of
-from koushi.plan.fixes import WORTH, Advice, advice
-from koushi.plan.layouts import question_of
+from koushi.plan.fixes import WORTH, Advice, advice, cheapest_pair, neighbours, single_changes
+from koushi.plan.layouts import is_legal, layout_of, question_of
 from koushi.plan.plan import Plan, plan
 from koushi.plan.search import search
 from koushi.plan.text import advice_text, short
@@ -44,8 +44,8 @@ def advised(job: Job) -> tuple[Plan, Advice]:
 
 
 def arguments(text: str) -> list[list[str]]:
-    """What stands before the figures in every line of changes."""
-    return [line.split("   ")[0].split() for line in text.splitlines()[1:]]
+    """What stands before the figures in every line of changes, which one on the search ends."""
+    return [line.split("   ")[0].split() for line in text.splitlines()[1:-1]]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,54 @@ def test_changes_that_make_it_fit(tmp_path: Path) -> None:
         assert after.time.seconds == pytest.approx(fix.seconds)
 
 
-def test_where_no_single_change_is_enough_the_best_layout_is_named(tmp_path: Path) -> None:
-    overrides = ["training.microbatch_size=8", "--dp-shard", "1", "--dp-replicate", "8"]
-    before, found = advised(job_of(tmp_path, *overrides))
+IN_TWO = (
+    ["training.microbatch_size=8", "--dp-shard", "1", "--dp-replicate", "8"],
+    ["precision.compute=float32", "training.microbatch_size=4"],
+    ["model.name=llama3-70b", "--dp-shard", "8", "--tp", "4", "--pp", "2", "training.microbatch_size=4"],
+    ["--pp", "2", "--dp-shard", "4", "training.microbatch_size=8", LAYERS + "[17, 15]"],
+)
+
+
+@pytest.mark.parametrize("overrides", IN_TWO)
+def test_where_no_single_change_is_enough_two_are_named(tmp_path: Path, overrides: list[str]) -> None:
+    job = job_of(tmp_path, *overrides)
+    before, found = advised(job)
     assert not before.fits
+    assert list(single_changes(question_of(job), before)) == []
     (fix,) = found.fixes
+    assert fix == cheapest_pair(question_of(job), before)
     assert len(fix.values) > 1
+    text = advice_text(before, found)
+    assert text.endswith(f"\n--search weighs every layout of {before.devices} devices")
+    (written,) = arguments(text)
+    after = plan(of_job(job_of(tmp_path, *overrides, *written)), hardware_of(job))
+    assert after.fits
+    assert after.time.seconds == pytest.approx(fix.seconds)
+    assert after.memory.device == fix.memory
+
+
+@pytest.mark.parametrize("overrides", IN_TWO[:3])
+def test_no_two_changes_are_faster(tmp_path: Path, overrides: list[str]) -> None:
+    job = job_of(tmp_path, *overrides)
+    before, question, on = plan(of_job(job), hardware_of(job)), question_of(job), hardware_of(job)
+    best = cheapest_pair(question, before)
+    assert best is not None
+    own = layout_of(before.workload)
+    twice = {two for one in neighbours(question, own) for two in neighbours(question, one)}
+    legal = sorted(one for one in twice if is_legal(question, one))[::3]  # a third will do
+    assert len(legal) > 10
+    for layout in legal:
+        after = plan(layout.of(before.workload), on)
+        assert not after.fits or after.time.seconds >= best.seconds * (1 - 1e-9)
+
+
+def test_where_no_two_changes_are_enough_the_best_layout_is_named(tmp_path: Path) -> None:
+    overrides = ["model.name=llama3-70b", "--dp-shard", "16", "--pp", "2", "training.recompute=none"]
+    job = job_of(tmp_path, *overrides)
+    before, found = advised(job)
+    assert not before.fits
+    assert cheapest_pair(question_of(job), before) is None
+    (fix,) = found.fixes
     (written,) = arguments(advice_text(before, found))
     job = job_of(tmp_path, *overrides, *written)
     after = plan(of_job(job), hardware_of(job))

@@ -134,13 +134,20 @@ def test_a_tight_fit_is_said_to_be_one(small: str, tmp_path: Path, capsys: pytes
 def test_ranges_are_those_of_published_runs(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(small) == 0
     out = capsys.readouterr().out
-    assert out.count("published run") == 1
     found = planned(Path(small))
     low, high = memory_range(found)
+    for bar in error_bars():
+        said = f"half within {bar.median:.0%}, 9 in 10 within {bar.p90:.0%} as means of {bar.sources} sources, "
+        assert f"published runs: {said}{bar.worst_p90:.0%} in the worst\n" in out
+        assert bar.median < bar.p90 < bar.worst_p90
     off = error_bars()[1].p90
-    assert found.memory.device * (1 - off) <= low < found.memory.device < high
+    assert found.memory.device / (1 + off) <= low < found.memory.device
+    assert found.memory.device / high - 1 == pytest.approx(-off)
+    earliest, latest = error_bars()[0].around(found.time.seconds)
+    assert f"a step ({short(earliest)} to {short(latest)})\n" in out
+    assert found.time.seconds / earliest - 1 == pytest.approx(error_bars()[0].p90)
     assert found.memory.parameters + found.memory.optimizer <= low
-    assert re.search(rf"  range +{low / 2**30:.1f}  to {high / 2**30:.1f}\n", out)
+    assert re.search(rf"  range +{low / 2**30:.1f}  to {high / 2**30:.1f}; published runs", out)
 
 
 def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
