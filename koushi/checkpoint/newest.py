@@ -45,7 +45,8 @@ def newest(folders: Sequence[Path]) -> tuple[Path, Manifest]:
 def none_whole(problems: Sequence[Exception]) -> CheckpointError:
     assert problems, "no folders were looked at"
     many = f"none of {len(problems)} checkpoints is whole: " if len(problems) > 1 else ""
-    return CheckpointError(f"{many}{problems[0]}; resume from another one, or begin anew with run.resume never")
+    kind = WrongCheckpoint if all(isinstance(one, WrongCheckpoint) for one in problems) else CheckpointError
+    return kind(f"{many}{problems[0]}; resume from another one, or begin anew with run.resume never")
 
 
 def check_size(folder: Path, head: Head, size: LlamaSize) -> None:

@@ -133,7 +133,7 @@ def read(path: Path, kind: Kind = RUN_FILE) -> Tree:
     """
     text = read_text(path, kind)
     if path.suffix.lower() == ".toml":
-        legal = "[training] with steps = 10 is written `training: {steps: 10}`"
+        legal = "" if kind is not RUN_FILE else "[training] with steps = 10 is written `training: {steps: 10}`"
         raise _refusal(Place.in_file(path), f"is TOML, and {kind.called} is YAML", legal)
     try:
         node = root_of(text)

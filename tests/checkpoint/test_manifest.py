@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from koushi.checkpoint.manifest import BLOCK, Chunk, FileEntry, Head, Manifest, TensorEntry, from_text, to_text
-from koushi.errors import CheckpointError, DamagedCheckpoint
+from koushi.checkpoint.newest import none_whole
+from koushi.errors import CheckpointError, DamagedCheckpoint, WrongCheckpoint
 
 HEAD = Head(50, 800, 50, 7, "d1", {"model": {"dim": 16}}, {"pp": 2, "tp": 1}, "2.13", "0.1")
 FILES = (FileEntry("rank-00000.safetensors", 300, (1,)), FileEntry("rank-00001.safetensors", BLOCK + 1, (2, 3)))
@@ -79,3 +80,8 @@ def test_another_format_is_not_damage() -> None:
     with pytest.raises(CheckpointError, match=r"format 2; this version of koushi reads format 1") as caught:
         from_text(text)
     assert not isinstance(caught.value, DamagedCheckpoint)
+
+
+def test_checkpoints_of_another_version_are_wrong_input_and_a_damaged_one_among_them_is_not() -> None:
+    other, damaged = WrongCheckpoint("has format 2"), DamagedCheckpoint("cannot be read")
+    assert (none_whole([other, other]).exit_code, none_whole([other, damaged]).exit_code) == (2, 1)
