@@ -94,7 +94,7 @@ def test_sources_count_the_same_however_many_rows_they_have() -> None:
     assert [one.source for one in scores] == ["torchtitan-a", "torchtitan-b"]
     assert over_sources(scores, lambda one: one.time.median if one.time else None) == pytest.approx(0.3)
     bars = error_bars(scores)
-    assert bars["step_time"] == {"median": 0.3, "p90": 0.3, "runs": 10}
+    assert bars["step_time"] == {"median": 0.3, "p90": 0.3, "worst_p90": 0.5, "sources": 2, "runs": 10}
     assert bars["memory"]["runs"] == 10
 
 
