@@ -32,8 +32,7 @@ def _launched(facts: Facts) -> Iterator[Finding]:
         typed = place is not None and place.on_command_line
         legal = f"{launched}, or leave it out" if typed else f"{launched} or --gpus {launched}, or leave it empty"
         # Which of the two was meant is not known, so neither is what the degrees should make.
-        follows = facts.run_file.follows or facts.config.parallelism.data_parallel_shard_degree == -1
-        yield Finding((WORLD,), what, legal, (WORLD, DP_SHARD) if follows else (WORLD,))
+        yield Finding((WORLD,), what, legal, (WORLD, DP_SHARD) if facts.shard_follows else (WORLD,))
 
 
 def _world_known(facts: Facts) -> Iterator[Finding]:
@@ -69,25 +68,26 @@ def _product(facts: Facts) -> Iterator[Finding]:
             f"the degrees multiply to {rest * shard} "
             f"(pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} "
             f"x dp_shard {shard} x tp {parallelism.tensor_parallel_degree}), "
-            f"the world has {world}{facts.made_up_of}{_odd(facts, world)}",
+            f"the world has {world}{facts.made_up_of}{_odd_text(_odd(facts, world))}",
             _mended(facts, world),
         )
 
 
-def _odd(facts: Facts, world: int) -> str:
-    """Which of pp and tp, that no other degree can make up for, do not divide the world."""
-    odd = [f"{name} {degree}" for name, degree in _fixed(facts).items() if world % degree]
-    return f", which {' and '.join(odd)} {'does' if len(odd) == 1 else 'do'} not divide" if odd else ""
-
-
-def _fixed(facts: Facts) -> dict[str, int]:
+def _odd(facts: Facts, world: int) -> dict[str, int]:
+    """Of pp and tp, which no other degree can make up for, those that do not divide the world."""
     parallelism = facts.config.parallelism
-    return {"pp": parallelism.pipeline_parallel_degree, "tp": parallelism.tensor_parallel_degree}
+    fixed = {"pp": parallelism.pipeline_parallel_degree, "tp": parallelism.tensor_parallel_degree}
+    return {name: degree for name, degree in fixed.items() if world % degree}
+
+
+def _odd_text(odd: dict[str, int]) -> str:
+    named = " and ".join(f"{name} {degree}" for name, degree in odd.items())
+    return f", which {named} {'does' if len(odd) == 1 else 'do'} not divide" if odd else ""
 
 
 def _mended(facts: Facts, world: int) -> str:
     """Which single change makes the degrees multiply to the world; with --gpus, dp_shard would have followed."""
-    odd = [name for name, degree in _fixed(facts).items() if world % degree]
+    odd = _odd(facts, world)
     divides = [f"a {' and a '.join(odd)} that divide{'s' * (len(odd) == 1)} {world}"] if odd else []
     places = facts.run_file.places
     world_said, shard_said = places.get(WORLD), places.get(DP_SHARD)

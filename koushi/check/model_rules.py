@@ -122,7 +122,7 @@ def _tp_heads(facts: Facts) -> Iterator[Finding]:
     spoils = [TP_OF_MODEL]
     if facts.world is not None and facts.world % tp:  # then the world, too, only says what the heads say
         spoils.append(TP)
-        if facts.run_file.follows or facts.config.parallelism.data_parallel_shard_degree == -1:
+        if facts.shard_follows:
             spoils.append(DP_SHARD)
     yield Finding((TP, HEADS), f"{heads} heads do not divide over tp {tp}", _legal_tp(facts), tuple(spoils))
 

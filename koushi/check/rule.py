@@ -122,6 +122,11 @@ class Facts:
         return one.pipeline_parallel_degree * one.data_parallel_replicate_degree * one.tensor_parallel_degree
 
     @property
+    def shard_follows(self) -> bool:
+        """Whether dp_shard is what the world leaves of it; reads DP_SHARD."""
+        return self.run_file.follows or self.config.parallelism.data_parallel_shard_degree == -1
+
+    @property
     def data_parallel(self) -> int:
         """How many ways the global batch is split; reads DP_REPLICATE and DP_SHARD."""
         return self.config.parallelism.data_parallel_replicate_degree * self.dp_shard

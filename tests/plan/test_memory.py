@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -104,14 +105,22 @@ def job(folder: Path, *overrides: str) -> Job:
     return check(load(path, overrides))
 
 
-def too_far(cases: dict[str, tuple[str, ...]], folder: Path) -> list[str]:
-    """Cases whose predicted peak is not within 2% of what the rank's tensors came to."""
+Measure = Callable[[list[Job], Path], Sequence[Sequence[int]]]
+"""The peak bytes of every job on every rank."""
+
+
+def held(jobs: list[Job], folder: Path) -> list[list[int]]:
+    """What the ranks' tensors came to."""
+    return [[rank.most_bytes for rank in steps] for steps in record_steps(jobs, folder, counts_bytes=True)]
+
+
+def too_far(cases: dict[str, tuple[str, ...]], folder: Path, measure: Measure = held) -> list[str]:
+    """Cases whose predicted peak is not within 2% of what was measured."""
     jobs = [job(folder, *overrides) for overrides in cases.values()]
     found = []
-    for name, one, steps in zip(cases, jobs, record_steps(jobs, folder, counts_bytes=True), strict=True):
+    for name, one, ranks in zip(cases, jobs, measure(jobs, folder), strict=True):
         for pp in range(one.mesh.degree("pp")):
-            predicted = memory(of_job(one), pp, CPU)
-            measured = steps[one.mesh.rank({"pp": pp})].most_bytes
+            predicted, measured = memory(of_job(one), pp, CPU), ranks[one.mesh.rank({"pp": pp})]
             error = predicted.active / measured - 1
             if abs(error) > WITHIN:
                 found.append(f"{name}, pp={pp}: {measured:,} bytes, {error:+.1%} predicted {predicted.moment}")
