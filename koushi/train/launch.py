@@ -3,6 +3,10 @@
 Local processes are forked on CPU after torch is imported once, so that a rank costs milliseconds
 and a few megabytes, and spawned on CUDA, which a forked process cannot use. Fork comes before this
 process does any parallel work of its own: OpenMP's threads do not survive it, so start the lattice first.
+
+No rank connects to anything before the last has been forked (``_await_all``): a connection wakes the store's
+thread in this process, and a rank forked while that thread holds one of the C library's locks (it looks up
+the name of whoever connects) has the lock for ever.
 """
 
 from __future__ import annotations
@@ -56,6 +60,9 @@ GRACE = 5
 """Seconds between asking a process to end and killing it, and for which a rank that lost a peer stays
 alive, so that the parent sees the peer's end first."""
 POLL = 0.05
+START_POLL = 0.0005
+"""Seconds between a rank's looks whether all have started, for each rank of the world: as many in all for a large
+world as for a small one."""
 _parallel_here = threading.Event()
 """Set once a worker has run in this process: with its OpenMP pool lost by fork, a rank that wanted several
 threads would wait for ever."""
@@ -213,6 +220,7 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    _await_all(folder / f"started-{attempt}", int(os.environ["RANK"]), job.mesh.world_size)
     os.environ[ARRIVALS] = str(folder / f"book-{attempt}")
     if attempt and os.environ["RANK"] == "0":
         print(
@@ -233,6 +241,18 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
         sys.stderr.flush()
         # Destructors of a broken process group may wait for peers for ever.
         os._exit(1)
+
+
+def _await_all(folder: Path, rank: int, world: int) -> None:
+    """Return once all ranks of this start exist; one that dies before is elastic's to notice, which then ends the
+    others."""
+    folder.mkdir(exist_ok=True)
+    (folder / str(rank)).touch()
+    everyone = folder / "all"
+    if len(os.listdir(folder)) >= world:  # the last to come sees the whole world, and with "all" there more than it
+        everyone.touch()
+    while not everyone.exists():
+        time.sleep(START_POLL * world)
 
 
 def _end_with(parent: int) -> None:

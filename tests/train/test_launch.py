@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import launch_cases as cases
@@ -143,6 +145,27 @@ def test_ranks_do_not_collect_the_garbage_of_this_process(tmp_path: Path) -> Non
     finally:
         gc.enable()
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_no_rank_works_before_the_last_is_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Else a fork could copy a lock that the store's thread holds while it greets a rank, which hung the new one."""
+    forked: list[float] = []
+    start = ForkProcess.start
+
+    def slow_start(process: ForkProcess) -> None:
+        forked.append(time.monotonic())
+        time.sleep(0.2)
+        start(process)
+
+    monkeypatch.setattr(ForkProcess, "start", slow_start)
+    launch(partial(cases.tell_the_time, failures=failures), cases.make_job(tmp_path, tp=4), max_restarts=failures)
+    for attempt in range(failures + 1):
+        began = [float((tmp_path / f"began-{attempt}-{rank}").read_text()) for rank in range(4)]
+        assert min(began) > forked[4 * attempt + 3] + 0.2
+    assert len(forked) == 4 * (failures + 1)
 
 
 def test_an_exception_is_shown_with_rank_coordinate_and_traceback(
