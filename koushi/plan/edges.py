@@ -199,7 +199,7 @@ def _update_gathered(workload: Workload, hardware: Hardware, units: StageUnits) 
     found: dict[str, float] = {}
     if workload.system.gathers_update == "by_unit":
         return found
-    owners = workload.mesh.degree("dp_replicate", "dp_shard")
+    owners = workload.mesh.degree(*workload.owners)
     tensors = sum(count * len(unit.tensors) for unit, count in units.all)
     if workload.system.fused_projections:
         tensors -= units.blocks * (3 if workload.model.gated else 2)
@@ -222,7 +222,7 @@ def _optimizer(workload: Workload, hardware: Hardware, pp: int) -> float:
     total = sum(units_of(workload, stage).total.whole for stage in held_stages(workload, pp))
     degree = mesh.degree("dp_shard")
     if system.sharding != "fsdp":
-        degree = mesh.degree("dp_replicate", "dp_shard") if system.sharding == "optimizer" else 1
+        degree = mesh.degree(*workload.owners)
     owned = total / degree
     norm = 3 * (owned if system.sharding == "fsdp" else total) * DTYPE_BYTES[workload.reduce]
     update = 7 * owned * DTYPE_BYTES[workload.parameters] + (2 * owned if system.separate_masters else 0)

@@ -69,6 +69,9 @@ class System:
     sharding: Literal["fsdp", "optimizer", "none"] = "fsdp"
     """What dp_shard shares out: parameters, gradients and optimizer state; the state alone (ZeRO-1, then over all
     data-parallel ranks); nothing."""
+    hybrid: bool = False
+    """Whether ZeRO-1 sums gradients on every rank, not on a parameter's owner alone, so that owners may be sought within
+    dp_shard where that is above 1, as InternEvo does."""
     separate_masters: bool = False
     """Whether parameters in the compute dtype are kept besides the masters, as Megatron does."""
     gradients_at_once: bool = True
@@ -166,6 +169,14 @@ class Workload:
     def global_batch_size(self) -> int:
         """Samples of one step."""
         return self.mesh.degree("dp_replicate", "dp_shard") * self.microbatches * self.microbatch_size
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The mesh dims that ZeRO-1 shares the optimizer's state over."""
+        if self.system.sharding != "optimizer":
+            return ()
+        within = self.system.hybrid and self.mesh.degree("dp_shard") > 1
+        return ("dp_shard",) if within else ("dp_replicate", "dp_shard")
 
     @property
     def tokens(self) -> int:
