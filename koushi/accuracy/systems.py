@@ -180,7 +180,7 @@ def _internevo(row: Row) -> Described:
         sequence_parallel=_cut_sequence(row, False),
         attention_kernel="flash1",
         fused_projections=True,
-        # Its checkpoint is the reentrant one.
+        # Not ``fused``: norms and rotation alone are. Its checkpoint is the reentrant one.
         stops_early=False,
         hybrid=True,
         gathers_update="by_owner",

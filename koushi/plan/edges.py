@@ -173,9 +173,10 @@ def _replicated(workload: Workload, hardware: Hardware, pp: int) -> tuple[dict[s
     """Gradients summed beside the last microbatch's backward; ZeRO-1 gathers parameters after the update."""
     work, slowed = stages_work(workload, hardware), 0.0
     exposed: dict[str, float] = {}
+    at_once = workload.owners and workload.system.gathers_update == "at_once"
     for stage in held_stages(workload, pp):
         units = units_of(workload, stage)
-        for unit, count in units.all:
+        for unit, count in ((units.total, 1),) if at_once else units.all:
             beside = count * unit.whole / max(1, units.total.whole) * (work[stage].inputs + work[stage].weights)
             for collective, calls in replicas(workload, unit).items():
                 if collective.phase != "backward" and workload.system.gathers_update != "by_unit":
