@@ -316,6 +316,9 @@ def _mesh(row: Row) -> MeshSpec | str:
         replicate = left // shard
     if (replicate or 1) * shard != left:
         return "the degrees do not multiply to the number of devices"
+    group = re.search(r"zero1 group=(\d+)", row.notes)
+    if group and shard == 1 and left % int(group[1]) == 0:
+        replicate, shard = left // int(group[1]), int(group[1])
     return MeshSpec.of(pp=pp, dp_replicate=replicate or 1, dp_shard=shard, cp=cp, tp=tp)
 
 

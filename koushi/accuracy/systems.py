@@ -179,10 +179,11 @@ def _internevo(row: Row) -> Described:
     system = System(
         sequence_parallel=_cut_sequence(row, False),
         attention_kernel="flash1",
-        fused=True,
         fused_projections=True,
-        # Where state is shared out within a node, so are the broadcasts, and gradients are summed between nodes.
-        gathers_update="by_owner" if "zero1 group=all DP" in row.notes else "by_unit",
+        # Not ``fused``: norms and rotation alone are. Its checkpoint is the reentrant one.
+        stops_early=False,
+        hybrid=True,
+        gathers_update="by_owner",
     )
     return Described(_zero1(row, system), "bfloat16", "bfloat16", "none")
 

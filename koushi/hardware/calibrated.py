@@ -12,9 +12,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from koushi.hardware.collective import SMALL_SHARE, ring_passes, switch_passes
 from koushi.hardware.hardware import Chip, Hardware, Link
 from koushi.hardware.matmul import attention_seconds
+from koushi.hardware.ranges import RANGES
 from koushi.traffic import Operation
+
+WORTH_TWO = 0.5
+"""Two protocols are believed where they leave so much, or less, of the squared errors that one leaves."""
 
 
 @dataclass(frozen=True)
@@ -139,27 +144,56 @@ def _attention(found: Measurements, chip: Chip) -> Chip:
 
 
 def _link(found: Measurements, nearest: Link) -> Link:
-    """A line through the seconds of gathers and scatters by what a ring moves, of the largest group."""
+    """Two lines through the seconds of gathers and scatters by what a ring moves, of the largest group."""
     if not found.calls:
         return nearest
     degree = max(one.degree for one in found.calls)
     rings = [one for one in found.calls if one.degree == degree and one.operation != "all_reduce"]
-    latency, per_byte = _line([(one.bytes * (degree - 1) / degree, one.seconds) for one in rings])
-    sums = [one for one in found.calls if one.degree == degree and one.operation == "all_reduce"]
-    reduces = nearest.reduces
-    if sums and rings and degree > 2:
-        large = max(one.bytes for one in sums)
-        summed = median(one.seconds for one in sums if one.bytes == large)
-        reduces = summed < 1.5 * (latency + per_byte * large * (degree - 1) / degree)
+    small, large, per_byte = _protocols([(one.bytes * (degree - 1) / degree, one.seconds) for one in rings])
     return replace(
         nearest,
         devices=max(nearest.devices, found.devices),
         gb_s=_round(1e-9 / per_byte),
         reached=1.0,
-        call_us=_round(latency * 1e6),
+        call_us=_round(small * 1e6),
         hop_us=0.0,
-        reduces=reduces,
+        large_start=_round(large / small) if small else 1.0,
+        reduces=_reduces(found.calls, degree, large, per_byte, nearest.reduces),
     )
+
+
+def _protocols(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Latencies of small and of large messages, and the seconds of a byte of the large ones, with the least relative
+    errors: ``collective_seconds`` has the two lines. Where one does nearly as well, both latencies are its."""
+    ordered = sorted(points)
+    latency, per_byte = _line(ordered)
+    found = [(WORTH_TWO * _error(ordered, latency, latency, per_byte), latency, latency, per_byte)]
+    for split in range(1, len(ordered) - 1):
+        if ordered[split - 1][0] == ordered[split][0] or ordered[split][0] == ordered[-1][0]:
+            continue
+        large, per_byte = _line(ordered[split:])
+        left = [(seconds - moved * per_byte / SMALL_SHARE, seconds) for moved, seconds in ordered[:split]]
+        small = sum(one / seconds**2 for one, seconds in left) / sum(1 / seconds**2 for _, seconds in left)
+        if small > 0 and RANGES["large_start"].holds(large / small):
+            found.append((_error(ordered, small, large, per_byte), small, large, per_byte))
+    return min(found)[1:]
+
+
+def _error(points: Sequence[tuple[float, float]], small: float, large: float, per_byte: float) -> float:
+    """Mean square of the relative errors."""
+    lines = ((min(small + x * per_byte / SMALL_SHARE, large + x * per_byte), y) for x, y in points)
+    return sum((line / seconds - 1) ** 2 for line, seconds in lines) / len(points)
+
+
+def _reduces(calls: Sequence[Call], degree: int, latency: float, per_byte: float, otherwise: bool) -> bool:
+    """Whether the largest sums are nearer to a switch's than to a ring's; ``otherwise`` where the two are alike."""
+    sums = [one for one in calls if one.degree == degree and one.operation == "all_reduce"]
+    ring, switch = ring_passes(degree), switch_passes(degree)
+    if not sums or switch >= ring:
+        return otherwise
+    large = max(one.bytes for one in sums)
+    summed = median(one.seconds for one in sums if one.bytes == large)
+    return (summed - latency) / (per_byte * large) < (ring + switch) / 2
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -94,6 +94,8 @@ class Link:
     """Cost of a collective, however small and few its ranks."""
     hop_us: float
     """Latency of one hop from rank to rank."""
+    large_start: float
+    """How many times the latency of a small message a large one takes to start. 1: all are sent alike."""
     crowding: float
     """How much an all-reduce's bandwidth falls with every further domain: 1 / (1 + crowding x (domains - 1)) where all
     devices of a domain take part, less where fewer do, in proportion."""

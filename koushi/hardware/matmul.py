@@ -51,7 +51,7 @@ def _in_waves(units: int, m: int, n: int, k: int, batch: int, tile: tuple[int, i
     """FLOPs that a device with full tiles could do meanwhile. Few tiles of a deep product share out k."""
     rows, columns = tile
     tiles = ceil(m / rows) * ceil(n / columns) * batch
-    parts = max(1, min(units // tiles, k // 1024)) if tiles < units else 1
+    parts = max(1, min(units // tiles, k / 1024)) if tiles < units else 1
     reuse = rows * columns / (rows + columns)
     best = TILES[0][0] * TILES[0][1] / (TILES[0][0] + TILES[0][1])
     loading = (1 + REUSE / reuse) / (1 + REUSE / best)

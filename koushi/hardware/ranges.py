@@ -67,6 +67,7 @@ RANGES: Mapping[str, Range] = {
     "reached": SHARE,
     "call_us": _time("microseconds"),
     "hop_us": _time("microseconds"),
+    "large_start": Range(1.0, 100.0, "a factor"),
     "crowding": Range(0.0, 1000.0, "a factor"),
 }
 """By the name of the field, which means the same wherever it stands."""

@@ -11,10 +11,11 @@ Letters: N tokens of a microbatch, D dim, V vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from koushi.mesh import MeshSpec
 from koushi.plan.units import StageUnits, Unit, held_elsewhere, held_stages, units_of
 from koushi.plan.unshard import unshards
 from koushi.plan.workload import Workload
@@ -234,19 +235,21 @@ def replicas(workload: Workload, unit: Unit) -> Traffic:
             return Counter()
         size = unit.padded // mesh.degree("dp_shard") * DTYPE_BYTES[workload.reduce]
         return Counter({Collective("dp_replicate", "all_reduce", "backward", workload.reduce, size): 1})
-    dims = ",".join(name for name in ("dp_replicate", "dp_shard") if mesh.degree(name) > 1)
+    dims, owners = _fold(mesh, ("dp_replicate", "dp_shard")), _fold(mesh, workload.owners)
     if not dims:
         return Counter()
     gradients = unit.whole * DTYPE_BYTES[workload.reduce]
-    if system.sharding == "none":
-        return Counter({Collective(dims, "all_reduce", "backward", workload.reduce, gradients): 1})
-    parameters = unit.whole * DTYPE_BYTES[workload.compute]
-    return Counter(
-        {
-            Collective(dims, "reduce_scatter", "backward", workload.reduce, gradients): 1,
-            Collective(dims, "all_gather", "optimizer", workload.compute, parameters): 1,
-        }
-    )
+    summed: Operation = "reduce_scatter" if owners and not system.hybrid else "all_reduce"
+    found = Counter({Collective(dims, summed, "backward", workload.reduce, gradients): 1})
+    if owners:
+        parameters = unit.whole * DTYPE_BYTES[workload.compute]
+        found[Collective(owners, "all_gather", "optimizer", workload.compute, parameters)] = 1
+    return found
+
+
+def _fold(mesh: MeshSpec, names: Iterable[str]) -> str:
+    """The dims of ``names`` that have more than one rank, joined; empty where none has."""
+    return ",".join(name for name in names if mesh.degree(name) > 1)
 
 
 # Pipeline parallel.

@@ -173,9 +173,10 @@ def _replicated(workload: Workload, hardware: Hardware, pp: int) -> tuple[dict[s
     """Gradients summed beside the last microbatch's backward; ZeRO-1 gathers parameters after the update."""
     work, slowed = stages_work(workload, hardware), 0.0
     exposed: dict[str, float] = {}
+    at_once = workload.owners and workload.system.gathers_update == "at_once"
     for stage in held_stages(workload, pp):
         units = units_of(workload, stage)
-        for unit, count in units.all:
+        for unit, count in ((units.total, 1),) if at_once else units.all:
             beside = count * unit.whole / max(1, units.total.whole) * (work[stage].inputs + work[stage].weights)
             for collective, calls in replicas(workload, unit).items():
                 if collective.phase != "backward" and workload.system.gathers_update != "by_unit":
@@ -199,7 +200,7 @@ def _update_gathered(workload: Workload, hardware: Hardware, units: StageUnits) 
     found: dict[str, float] = {}
     if workload.system.gathers_update == "by_unit":
         return found
-    owners = workload.mesh.degree("dp_replicate", "dp_shard")
+    owners = workload.mesh.degree(*workload.owners)
     tensors = sum(count * len(unit.tensors) for unit, count in units.all)
     if workload.system.fused_projections:
         tensors -= units.blocks * (3 if workload.model.gated else 2)
@@ -222,7 +223,7 @@ def _optimizer(workload: Workload, hardware: Hardware, pp: int) -> float:
     total = sum(units_of(workload, stage).total.whole for stage in held_stages(workload, pp))
     degree = mesh.degree("dp_shard")
     if system.sharding != "fsdp":
-        degree = mesh.degree("dp_replicate", "dp_shard") if system.sharding == "optimizer" else 1
+        degree = mesh.degree(*workload.owners)
     owned = total / degree
     norm = 3 * (owned if system.sharding == "fsdp" else total) * DTYPE_BYTES[workload.reduce]
     update = 7 * owned * DTYPE_BYTES[workload.parameters] + (2 * owned if system.separate_masters else 0)

@@ -131,7 +131,7 @@ def states(workload: Workload, stage: Stage) -> list[tuple[int, int]]:
         total = stage.units(mesh.degree("dp_shard") if stage.fsdp else 1).total
         shard = total.padded // (mesh.degree("dp_shard") if stage.fsdp else 1)
         return [(PARAMETERS, shard * stage.master), (OPTIMIZER, 2 * total.shard * stage.master)]
-    owners = mesh.degree("dp_replicate", "dp_shard", "cp") if system.sharding == "optimizer" else 1
+    owners = mesh.degree(*workload.owners, "cp") if workload.owners else 1
     copies = 3 if system.separate_masters else 2
     return [
         (PARAMETERS, stage.whole * (stage.compute if system.separate_masters else stage.master)),
@@ -143,7 +143,7 @@ def states(workload: Workload, stage: Stage) -> list[tuple[int, int]]:
 def _besides(workload: Workload, stages: Iterable[Alike]) -> int:
     """Bytes of other systems' flat buffers, and what they hold throughout."""
     mesh, system = workload.mesh, workload.system
-    owners = mesh.degree("dp_replicate", "dp_shard", "cp") if system.sharding == "optimizer" else 1
+    owners = mesh.degree(*workload.owners, "cp") if workload.owners else 1
     updated = sum(one.count * one.stage.whole for one in stages) / owners
     return int(updated * system.flat_update) + system.other_bytes
 

@@ -69,6 +69,9 @@ class System:
     sharding: Literal["fsdp", "optimizer", "none"] = "fsdp"
     """What dp_shard shares out: parameters, gradients and optimizer state; the state alone (ZeRO-1, then over all
     data-parallel ranks); nothing."""
+    hybrid: bool = False
+    """Whether ZeRO-1 sums gradients on every rank, not on a parameter's owner alone, so that every group of dp_shard
+    can have an owner of its own, and has where that is above 1, as InternEvo's."""
     separate_masters: bool = False
     """Whether parameters in the compute dtype are kept besides the masters, as Megatron does."""
     gradients_at_once: bool = True
@@ -97,7 +100,8 @@ class System:
     overlap_data_parallel: bool = True
     gathers_update: Literal["by_unit", "at_once", "by_owner"] = "by_unit"
     """How ZeRO-1 gathers the parameters that it has updated: unit by unit; all in one flat call, from which the host
-    copies every rank's piece of every tensor; or by a broadcast of each rank's part, one after the other."""
+    copies every rank's piece of every tensor, as it scatters all gradients in one; or by a broadcast of each rank's
+    part, one after the other."""
     overlap_tensor_parallel: bool = False
     buffers_every_microbatch: bool = True
     """Whether a stage holds a receive buffer for every microbatch of the step, as torch's does; else one each way."""
@@ -166,6 +170,14 @@ class Workload:
     def global_batch_size(self) -> int:
         """Samples of one step."""
         return self.mesh.degree("dp_replicate", "dp_shard") * self.microbatches * self.microbatch_size
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The mesh dims that ZeRO-1 shares the optimizer's state over."""
+        if self.system.sharding != "optimizer":
+            return ()
+        within = self.system.hybrid and self.mesh.degree("dp_shard") > 1
+        return ("dp_shard",) if within else ("dp_replicate", "dp_shard")
 
     @property
     def tokens(self) -> int:

@@ -41,20 +41,20 @@ def held() -> Held:
 
 TIME = {
     "bigscience-bloom": 0.05,
-    "dgxc-benchmarking": 0.045,
+    "dgxc-benchmarking": 0.035,
     "hf-ultrascale": 0.055,
     "ibm-fsdp-blog-2403": 0.09,
-    "internevo": 0.06,
-    "llm-foundry": 0.05,
-    "megatron-bridge": 0.05,
-    "megatron-sc21": 0.045,
+    "internevo": 0.035,
+    "llm-foundry": 0.04,
+    "megatron-bridge": 0.035,
+    "megatron-sc21": 0.05,
     "nemo-2407": 0.085,
     "torchao": 0.095,
-    "torchtitan-perf-2024": 0.035,
+    "torchtitan-perf-2024": 0.04,
     "torchtitan-prs": 0.105,
 }
 MEMORY = {"bigscience-bloom": 0.045, "hf-ultrascale": 0.075, "torchao": 0.02, "torchtitan-prs": 0.05}
-RANKS = {"bigscience-bloom": 0.6, "hf-ultrascale": 0.8, "internevo": 0.88}
+RANKS = {"bigscience-bloom": 0.59, "hf-ultrascale": 0.8, "internevo": 0.88}
 """Figures reached, with a little slack."""
 
 
@@ -81,7 +81,7 @@ def test_order_of_layouts(held: Held, source: str) -> None:
 
 def test_mean_rank_correlation_over_sources(held: Held) -> None:
     known = [one.rank_correlation for one in held.scores if one.rank_correlation is not None]
-    assert sum(known) / len(known) >= 0.84
+    assert sum(known) / len(known) >= 0.83
 
 
 def test_what_fits(held: Held) -> None:

@@ -49,6 +49,16 @@ def test_accumulation_and_zero_2() -> None:
     assert not workload.reshard_after_forward
 
 
+def test_a_group_that_shares_the_optimizers_state_is_dp_shard() -> None:
+    cells = {"source": "internevo", "gpus": "64", "dp_replicate": "64", "dp_shard": "1", "zero_stage": "1"}
+    within = run_of(row(**cells, global_batch="64", notes="zero1 group=8; micro_num 1")).workload
+    among = run_of(row(**cells, global_batch="64", notes="zero1 group=all DP; micro_num 1")).workload
+    assert (within.mesh.degree("dp_replicate"), within.mesh.degree("dp_shard")) == (8, 8)
+    assert (among.mesh.degree("dp_replicate"), among.mesh.degree("dp_shard")) == (64, 1)
+    assert (within.owners, among.owners) == (("dp_shard",), ("dp_replicate", "dp_shard"))
+    assert within.tokens == among.tokens
+
+
 def test_the_stated_step_time_goes_before_tokens_per_second() -> None:
     assert run_of(row(step_time_s="1.5")).step_seconds == 1.5
 

@@ -49,18 +49,21 @@ def measured(true: Hardware) -> Measurements:
     )
 
 
+@pytest.mark.parametrize("start", [1.0, 3.0])
 @pytest.mark.parametrize("name", ["a100", "h100", "mi300x"])
-def test_measurements_are_met(name: str) -> None:
+def test_measurements_are_met(name: str, start: float) -> None:
     nearest = load(name)
     true = replace(
         nearest,
         chip=replace(nearest.chip, sustained=0.6, burst=0.65, streaming=0.7, attention_forward=0.3, kernel_us=6.0),
         host=replace(nearest.host, launch_us=11.0),
-        inside=replace(nearest.inside, gb_s=200.0, call_us=31.0),
+        inside=replace(nearest.inside, gb_s=200.0, call_us=31.0, large_start=start),
     )
     found = measured(true)
     made = calibrated("ours", found, nearest)
     assert made.host.launch_us == pytest.approx(11)
+    assert made.inside.large_start == pytest.approx(start, rel=0.02)
+    assert made.inside.reduces is true.inside.reduces
     assert made.chip.streaming == pytest.approx(0.7, rel=1e-3)
     for one in found.matmuls:
         assert matmul_seconds(made.chip, one.m, one.n, one.k, one.dtype) == pytest.approx(one.seconds, rel=0.12)

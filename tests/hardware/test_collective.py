@@ -81,7 +81,7 @@ def test_large_messages_reach_the_links_bandwidth() -> None:
 def test_switches_that_add_nearly_halve_an_all_reduce() -> None:
     h100 = load("h100")
     gather = collective_seconds(h100, "all_gather", 1 << 40, Span(1, 8))
-    assert 1 < collective_seconds(h100, "all_reduce", 1 << 40, Span(1, 8)) / gather < 1.5
+    assert 1 < collective_seconds(h100, "all_reduce", 1 << 40, Span(1, 8)) / gather < 1.6
 
 
 NODES = (4, 8, 16, 32, 64)

@@ -63,7 +63,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 def test_what_is_wrong_with_a_users_file_is_told_at_once_with_lines(tmp_path: Path) -> None:
     text = (DATA / "h200.yaml").read_text(encoding="utf-8")
-    text = text.replace("  units: 132", "  units: many").replace("  hop_us: 2 ", "  hops_us: 2 ", 1)
+    text = text.replace("  units: 132", "  units: many").replace("  hop_us: 3.5 ", "  hops_us: 3.5 ", 1)
     text = text.replace("variation: 0.01", "variation: -1")
     path = tmp_path / "mine.yaml"
     path.write_text(text, encoding="utf-8")
