@@ -14,6 +14,8 @@ import click
 
 from koushi.config.overrides import SHORT, parse, split_run_path
 from koushi.config.spelling import nearest
+from koushi.errors import ReaderGone
+from koushi.output import reader_gone
 from koushi.report.words import encodable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,6 +34,18 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def piped() -> Iterator[None]:
+    """Raises ReaderGone for a pipe that broke because nothing reads the output any more. click would end with 1 for any
+    pipe, without a word."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        if reader_gone():
+            raise ReaderGone from None
+        raise RuntimeError("a pipe broke that is not the output") from error
 
 
 class Whole(click.IntRange):
@@ -120,6 +134,14 @@ def world_option(hidden: bool) -> Callable[[Function], Function]:
 
 class Commands(click.Group):
     """A group that suggests the nearest command for an unknown one, and takes ``help COMMAND`` too."""
+
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        with piped():
+            return super().make_context(*arguments, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with piped():
+            return super().invoke(ctx)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -25,15 +25,22 @@ WIDTH = 110
 """Columns where the output is no terminal."""
 
 
+class PlainConsole(Console):
+    """What it cannot write is for the command line to judge."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 def verify(path: Path, overrides: Sequence[str] = (), steps: int = 3, precision: MasterDtype = "float32") -> None:
     """Train ``steps`` of the run file both ways in ``precision`` and print the largest differences.
 
     Raises VerifyError above tolerance.
     """
     job, notes = scale_down(check(load(path, overrides)), precision)
-    console = Console()
+    console = PlainConsole()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = PlainConsole(width=WIDTH)
     console.print(
         f"{counted(job.mesh.world_size, 'process')} {job.mesh} against 1, {counted(steps, 'step')} in {precision}",
         markup=False,

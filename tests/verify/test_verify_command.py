@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,20 @@ from koushi.cli import main
 from koushi.errors import VerifyError
 from koushi.optim.adamw import AdamW
 from koushi.parallel import gradients
-from koushi.verify.command import verify
+from koushi.verify.command import PlainConsole, verify
 from koushi.verify.compare import KINDS
 
 VERDICT = "the layout does not change the maths"
+
+
+class Unread(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_pipe_that_nobody_reads_is_left_to_the_command_line() -> None:
+    with pytest.raises(BrokenPipeError):
+        PlainConsole(file=Unread()).print("a line")
 
 
 @pytest.mark.parametrize(
