@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from koushi.commands.group import (
+    Command,
     RunFileCommand,
     gpus_per_node_option,
     html_option,
@@ -108,7 +109,7 @@ def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str,
     show(resolved_text(job.config, sources(run_file, job) if explain else None), newline=False)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--gpu", is_flag=True, help="Also ask torch, which takes seconds.")
 def env(gpu: bool) -> None:
     """Print versions, machine and settings, for a bug report.
@@ -130,7 +131,7 @@ def env(gpu: bool) -> None:
     show(environment_text(devices))
 
 
-@click.command()
+@click.command(cls=Command)
 @html_option
 @open_option
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN_FOLDER")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import Choice, RunFileCommand, Whole, gpus_per_node_option, show, split
+from koushi.commands.group import Choice, Command, RunFileCommand, Whole, gpus_per_node_option, show, split
 from koushi.config.overrides import SHORT
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--model", default="llama3-debug", show_default=True, metavar="NAME", help="A preset of model.name.")
 @click.option(
     "--gpus",

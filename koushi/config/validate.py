@@ -25,7 +25,8 @@ def validate(tree: Tree) -> JobConfig:
     ``tree.spoilt``: rules that read them cannot be judged.
     """
     _rename_sections(tree)
-    values = {key: plain(entry) for key, entry in tree.branch.items() if entry.value is not None}
+    empty = {key for key, entry in tree.branch.items() if entry.value is None and key in JobConfig.model_fields}
+    values = {key: plain(entry) for key, entry in tree.branch.items() if key not in empty}
     try:
         return JobConfig.model_validate(values, strict=True)
     except ValidationError as error:

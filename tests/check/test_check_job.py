@@ -120,7 +120,7 @@ def test_no_vocabulary_is_offered_that_is_too_small_for_the_tokenizer(problems: 
     text = "model: {vocab_size: 1021}\ndata: {source: text, path: run.yaml, tokenizer: odd.json}\n"
     (found,) = problems(text, "--tp", "2")
     assert found.legal.startswith("vocab_size 1022; ")
-    (found,) = problems(text, "--tp", "2", "data.source=synthetic", "data.path=")
+    (found,) = problems(text, "--tp", "2", "data.source=synthetic", "data.path=null")
     assert found.legal.startswith("vocab_size 1020 or 1022; ")
 
 

@@ -163,6 +163,7 @@ def marked(text: str) -> tuple[str, str]:
             "is not a section of a run file; a run has its run file's name, and run.folder is where it writes",
         ),
         ("§training.steps: 3", "training.steps", "is not a key of a run file; write it as a key steps under training:"),
+        ("§modle:\ntraining: {steps: 3}", "modle", "is not a key of a run file; did you mean model?"),
         ("§trainning: {steps: 3}", "trainning", "is not a section of a run file; did you mean training?"),
         (
             "metrics: {§zzz: 3}",
