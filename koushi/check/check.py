@@ -55,7 +55,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     spoilt: set[str] = set()
     sound = facts.run_file.is_sound
     others = (PP, DP_REPLICATE, TP, WORLD)
-    if facts.config.parallelism.data_parallel_shard_degree == -1 and not all(sound(key) for key in others):
+    if facts.shard_follows and not all(sound(key) for key in others):
         spoilt.add(DP_SHARD)
     if not sound(HF):
         spoilt.add(NAME)  # whose sizes every rule on the model reads

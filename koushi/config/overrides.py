@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from koushi.config.schema import JobConfig
-from koushi.config.source import Branch, Entry, Found, Place, Tree, flow, scalar, shown_text
+from koushi.config.source import LARGEST, Branch, Entry, Found, Place, Tree, flow, scalar, shown_text
 
 _SECTION = "parallelism"
 _WORLD, _SHARD = f"{_SECTION}.world_size", f"{_SECTION}.data_parallel_shard_degree"
@@ -159,7 +159,7 @@ def _follow(tree: Tree, place: Place) -> bool:
         if not isinstance(degree, int) or degree < 1:
             return False
         rest *= degree
-    if not isinstance(world, int) or world < 1 or world % rest:
+    if not isinstance(world, int) or not 1 <= world <= LARGEST or world % rest:
         return False
     if values.get("data_parallel_shard_degree", 1) in (-1, world // rest):
         return False

@@ -211,3 +211,11 @@ def test_nothing_wrong_raises_nothing_and_something_wrong_a_config_error(checked
         checked("model: {dim: x, n_layers: y}")
     assert len(raised.value.problems) == 2
     assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("devices", [2**20 + 2, 10**18, 2**63, 10**30])
+@pytest.mark.parametrize("shard", [-1, 2])
+def test_too_many_devices_are_told_once(problems: Problems, devices: int, shard: int) -> None:
+    text = f"parallelism: {{data_parallel_shard_degree: {shard}, tensor_parallel_degree: 2}}"
+    (found,) = problems(text, "--gpus", str(devices))
+    assert found.key == "parallelism.world_size" and f"is {devices}, " in found.what
