@@ -67,7 +67,7 @@ def dry_run(as_json: bool, trace: Path | None, arguments: tuple[str, ...]) -> No
     from koushi.check.early import check_early
 
     run_path, overrides = split(arguments)
-    check_early(run_path, overrides, launched=True)
+    check_early(run_path, overrides, launched=True, afar=True)
     with importing():
         from koushi.dryrun.command import dry_run as run
 

@@ -49,7 +49,7 @@ def mesh(
       koushi mesh examples/llama_128.yaml --rank 37 --parameter output.weight
       koushi mesh examples/llama3_70b.yaml --html lattice.html --open
     """
-    from koushi.check.check import check
+    from koushi.check.check import check_afar
     from koushi.config.load import load
     from koushi.report.mesh_text import mesh_text
     from koushi.report.nodes import devices_per_node
@@ -63,7 +63,9 @@ def mesh(
         raise click.UsageError("--html writes a page with every rank: leave out --rank")
     run_path, overrides = split(arguments)
     run_file = load(run_path, overrides)
-    job = check(run_file, world)
+    job, notes = check_afar(run_file, world)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
     if html is not None:
         from koushi.report.page.command import write_page
 
