@@ -243,3 +243,13 @@ def test_a_run_can_be_planned_where_its_data_is_not(
     for strict in ("check", "config", "train", "verify"):
         assert ended(strict, "run.yaml", "--gpus", "2") == 2
         assert "no file matches /data/*.txt; give a file" in capsys.readouterr().err
+
+
+def test_init_of_what_fits_nowhere_writes_it_and_ends_with_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ended("init", "run.yaml", "--model", "llama3-70b", "--gpus", "8", "--hardware", "h200") == 3
+    out, err = capsys.readouterr()
+    assert err == "" and "on h200 it does not fit: " in out and "no layout of 8 devices fits; 16 would do" in out
+    assert ended("plan", "run.yaml") == 3
