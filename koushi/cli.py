@@ -14,14 +14,15 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TextIO
 
 import click
 
 from koushi import __version__
 from koushi.commands import plans, see, start
-from koushi.commands.group import Choice, Commands, RunFileCommand, Whole, importing, split, world_option
-from koushi.errors import KoushiError, Stopped
+from koushi.commands.group import Choice, Commands, RunFileCommand, Whole, importing, piped, split, world_option
+from koushi.errors import KoushiError, RankFailure, ReaderGone, Stopped
+from koushi.output import reader_gone
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -267,17 +268,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if "RANK" not in os.environ:  # a rank of torchrun's may wait in native code, where no handler runs
         signal.signal(signal.SIGTERM, _stop)
     try:
-        code = _run(arguments)
-        if sys.stdout is not None:  # closed by the caller
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has gone; Python would complain once more when it flushes at exit.
-        _leave_stdout()
-        code = 1
+        with piped():
+            code = _run(arguments)
+            if sys.stdout is not None:  # closed by the caller
+                sys.stdout.flush()
+    except ReaderGone as gone:
+        # Python would complain once more when it flushes at exit.
+        _leave(sys.stdout)
+        _leave(sys.stderr)
+        code = gone.exit_code
     except OSError as error:
         if not _of_stdout(error):
             raise
-        _leave_stdout()
+        _leave(sys.stdout)
         click.echo(f"cannot write to standard output: {error.strerror}", err=True)
         code = 1
     finally:
@@ -285,8 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _leave_stdout() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _leave(stream: TextIO | None) -> None:
+    """What is still written to ``stream`` goes nowhere."""
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _of_stdout(error: OSError) -> bool:
@@ -310,12 +315,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         code = commands.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
         return int(code or 0)
+    except ReaderGone:
+        raise
     except KoushiError as error:
         _tell_torchrun(str(error))
         # Wrong input is wrong for every rank of a node: one of those that torchrun started says so.
         if str(error) and (error.exit_code != 2 or os.environ.get("LOCAL_RANK", "0") == "0"):
             click.echo(str(error), err=True)
-        return error.exit_code
+        return ReaderGone.exit_code if isinstance(error, RankFailure) and reader_gone() else error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
     except click.ClickException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import SIGPIPE
 
 
 @dataclass(frozen=True, order=True)
@@ -114,6 +115,12 @@ class Stopped(KoushiError):
     def __init__(self, signal_number: int, signal_name: str):
         self.exit_code = 128 + signal_number
         super().__init__(f"stopped by {signal_name}")
+
+
+class ReaderGone(KoushiError):
+    """Nothing reads what a command prints any more, as after ``| head``; nobody is left to be told."""
+
+    exit_code = 128 + SIGPIPE
 
 
 class VerifyError(KoushiError):

@@ -1,9 +1,10 @@
-"""Text files that a command writes where a user says: whole or not at all, and never over something else."""
+"""What commands write: files where a user says, whole or not at all and never over something else; standard output."""
 
 from __future__ import annotations
 
 import errno
 import os
+import select
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from koushi.errors import KoushiError, WrongTarget
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+_STDOUT, _STDERR = 1, 2
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,14 @@ class Kind:
     """A new file's name."""
     is_one: Callable[[Path], bool]
     """Whether the file at a path is one of these."""
+
+
+def reader_gone() -> bool:
+    """Whether standard output or error is a pipe that nobody reads any more, as after ``| head``."""
+    poll = select.poll()
+    for descriptor in (_STDOUT, _STDERR):
+        poll.register(descriptor, 0)  # such an end is told without being asked for
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 PAGE = Kind("a page", "page.html", lambda path: path.suffix.lower() in (".html", ".htm"))

@@ -261,18 +261,43 @@ print("told")
     assert done.stdout.splitlines()[-1:] == ["told"], done.stderr
 
 
-def test_a_broken_pipe_is_quiet() -> None:
+def broken(*lines: list[str]) -> subprocess.CompletedProcess[str]:
+    """Each command line with a standard output that nobody reads, and after "2" standard error too; the codes that they
+    end with are on standard error."""
     code = f"""
 import os, sys
+from koushi.cli import main
 reader, writer = os.pipe()
 os.close(reader)
-os.dup2(writer, 1)
-from koushi.cli import main
-main(["check", {DEBUG!r}])
+told = os.dup(2)
+for line in {list(lines)!r}:
+    os.dup2(writer, 1)
+    os.dup2(writer if line[0] == "2" else told, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    try:
+        main(line[line[0] == "2" :])
+    except SystemExit as ended:
+        os.write(told, f"{{ended.code}}\\n".encode())
 """
-    done = run_python(code)
-    assert done.returncode == 1
-    assert done.stderr == ""
+    return run_python(code)
+
+
+def test_a_pipe_that_nobody_reads_ends_every_command_quietly() -> None:
+    lines = [[name, "--help"] for name in commands.commands]
+    lines += [["check", DEBUG], ["plan", DEBUG], ["plan", DEBUG, "--json"], ["mesh", DEBUG], ["hardware"], ["env"]]
+    lines += [["2", "check", DEBUG, "--tp", "3"], ["2", "chekc"], ["2", "plan", DEBUG, "--jsn"]]
+    done = broken(*lines)
+    assert done.stderr.split() == ["141"] * len(lines)
+
+
+def test_what_is_wrong_is_told_although_nobody_reads_the_rest() -> None:
+    assert broken(["check", DEBUG, "--tp", "3"]).stderr.splitlines()[-1] == "2"
+
+
+def test_a_broken_pipe_to_something_else_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop(monkeypatch, BrokenPipeError(errno.EPIPE, "a store that has gone"))
+    with pytest.raises(RuntimeError, match="a pipe broke that is not the output"):
+        main(["train", DEBUG])
 
 
 def test_python_m_koushi_is_the_command() -> None:

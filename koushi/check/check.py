@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from koushi.check import data_rules, mesh_rules, model_rules, pipeline_rules, training_rules
@@ -30,9 +31,28 @@ def check(run_file: RunFile, world_size: int | None = None, world: str = "") -> 
     Raises ConfigError with every problem of the file, its overrides and the way its parts fit
     together. A rule is left out only where a key that it reads is itself wrong.
     """
-    facts = Facts(run_file, world_size, f" ({world})" if world else "")
-    found = [*run_file.found, *(_placed(run_file, finding) for finding in _findings(facts))]
-    raise_if_any(found)
+    facts = _facts(run_file, world_size, world)
+    raise_if_any([*run_file.found, *(_placed(run_file, finding) for finding in _findings(facts))])
+    return _job(facts)
+
+
+def check_afar(run_file: RunFile, world_size: int | None = None, world: str = "") -> tuple[Job, tuple[str, ...]]:
+    """As ``check`` for a command that reads neither data nor tokenizer: what may be missing only on this machine is no
+    problem, but a note."""
+    facts = _facts(run_file, world_size, world)
+    findings = list(_findings(facts))
+    raise_if_any([*run_file.found, *(_placed(run_file, one) for one in findings if not one.elsewhere)])
+    notes = [replace(_placed(run_file, one), legal=one.elsewhere) for one in findings if one.elsewhere]
+    return _job(facts), tuple(str(one.problem) for one in sorted(notes, key=lambda one: one.place))
+
+
+def _facts(run_file: RunFile, world_size: int | None, world: str) -> Facts:
+    return Facts(run_file, world_size, f" ({world})" if world else "")
+
+
+def _job(facts: Facts) -> Job:
+    """Of facts without a finding."""
+    run_file = facts.run_file
     config = _resolved(facts)
     parallelism = config.parallelism
     mesh = MeshSpec.of(
@@ -55,7 +75,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     spoilt: set[str] = set()
     sound = facts.run_file.is_sound
     others = (PP, DP_REPLICATE, TP, WORLD)
-    if facts.config.parallelism.data_parallel_shard_degree == -1 and not all(sound(key) for key in others):
+    if facts.shard_follows and not all(sound(key) for key in others):
         spoilt.add(DP_SHARD)
     if not sound(HF):
         spoilt.add(NAME)  # whose sizes every rule on the model reads

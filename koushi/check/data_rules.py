@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from koushi.check.rule import NAME, TP, VOCAB, Facts, Finding, Rule
+from koushi.check.rule import NAME, TO_TRAIN, TP, VOCAB, Facts, Finding, Rule
 from koushi.check.vocabulary import added_tokens, ids_needed, tokenizer_file
 from koushi.config.source import shown_text
 from koushi.data.end_names import END_NAMES
@@ -39,9 +39,10 @@ def _path(facts: Facts) -> Iterator[Finding]:
         empty = all(file.stat().st_size == 0 for file in files)
     except DataError as error:
         what, _, legal = str(error).removeprefix(f"{PATH}: ").partition("; ")
-        yield Finding((PATH, SOURCE), f"is {shown_text(data.path)}: {what}", legal)
+        yield Finding((PATH, SOURCE), f"is {shown_text(data.path)}: {what}", legal, elsewhere=TO_TRAIN)
     except (OSError, ValueError, RuntimeError) as error:
-        yield Finding((PATH, SOURCE), f"is {shown_text(data.path)}, which cannot be read: {error}", "check the path")
+        what = f"is {shown_text(data.path)}, which cannot be read: {error}"
+        yield Finding((PATH, SOURCE), what, "check the path", elsewhere=TO_TRAIN)
     else:
         if empty:
             yield Finding((PATH, SOURCE), f"is {shown_text(data.path)}, which holds nothing", "files with data in them")
@@ -75,7 +76,9 @@ def _tokenizer(facts: Facts) -> Iterator[Finding]:
         needed = ids_needed(path)
     except FileNotFoundError:
         what = f"is {shown_text(tokenizer)}, and there is no such file"
-        yield Finding((TOKENIZER,), what, "embedded, or the path of a tokenizer.json, relative to the run file")
+        legal = "embedded, or the path of a tokenizer.json, relative to the run file"
+        unknown = f"whether its ids fit vocab_size {vocab_size} is left to the machine that trains"
+        yield Finding((TOKENIZER,), what, legal, elsewhere=unknown)
         return
     except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror or "cannot be read" if isinstance(error, OSError) else str(error)
@@ -109,7 +112,8 @@ def _end_token(facts: Facts) -> Iterator[Finding]:
 
 def _parquet(facts: Facts) -> Iterator[Finding]:
     if facts.config.data.source == "parquet" and find_spec("pyarrow") is None:
-        yield Finding((SOURCE,), "is parquet, but pyarrow is not installed", "pip install 'koushi[parquet]', or jsonl")
+        what, legal = "is parquet, but pyarrow is not installed", "pip install 'koushi[parquet]', or jsonl"
+        yield Finding((SOURCE,), what, legal, elsewhere=TO_TRAIN)
 
 
 def _token_dtype(facts: Facts) -> Iterator[Finding]:

@@ -19,7 +19,9 @@ def _largest(key: str) -> Rule:
     def find(facts: Facts) -> Iterator[Finding]:
         degree = getattr(facts.config.parallelism, key.rpartition(".")[2])
         if degree is not None and degree > MOST_DEVICES:
-            yield Finding((key,), f"is {degree}, more than any lattice has", f"at most {MOST_DEVICES}", (key,))
+            # A dp_shard that follows from the world would only say the same once more.
+            spoils = (WORLD, DP_SHARD) if key == WORLD and facts.shard_follows else (key,)
+            yield Finding((key,), f"is {degree}, more than any lattice has", f"at most {MOST_DEVICES}", spoils)
 
     return Rule((key,), find)
 
@@ -120,7 +122,7 @@ def _mended(facts: Facts, world: int) -> str:
 
 RULES = (
     Rule((DP_SHARD,), _each_degree),
-    *(_largest(key) for key in (PP, DP_REPLICATE, DP_SHARD, TP, WORLD)),
+    *(_largest(key) for key in (WORLD, PP, DP_REPLICATE, DP_SHARD, TP)),
     Rule((WORLD,), _launched),
     Rule((DP_SHARD, WORLD), _world_known),
     Rule((PP, DP_REPLICATE, DP_SHARD, TP, WORLD), _product),

@@ -40,6 +40,8 @@ STEPS = "training.steps"
 COMPILE = "training.compile"
 RECOMPUTE = "training.recompute"
 
+TO_TRAIN = "nothing reads it here, and the machine that trains needs it"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -49,6 +51,8 @@ class Finding:
     what: str
     legal: str
     spoils: tuple[str, ...] = ()
+    elsewhere: str = ""
+    """Of what this machine lacks, and the one that trains may have: what a command that does without it says."""
 
 
 @dataclass(frozen=True)

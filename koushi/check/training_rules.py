@@ -11,6 +11,7 @@ from koushi.check.rule import (
     DP_SHARD,
     GLOBAL_BATCH,
     MICROBATCH,
+    TO_TRAIN,
     Facts,
     Finding,
     Rule,
@@ -103,14 +104,14 @@ def _resume(facts: Facts) -> Iterator[Finding]:
             ("run.resume",),
             f"is {run.resume!r}, and there is no such folder",
             "auto, never, or the folder of a checkpoint or of a run",
+            elsewhere=TO_TRAIN if run.resume.strip() else "",
         )
 
 
 def _tensorboard(facts: Facts) -> Iterator[Finding]:
     if facts.config.metrics.tensorboard and find_spec("tensorboard") is None:
-        yield Finding(
-            ("metrics.tensorboard",), "is true, but tensorboard is not installed", "pip install koushi[tensorboard]"
-        )
+        what, legal = "is true, but tensorboard is not installed", "pip install koushi[tensorboard]"
+        yield Finding(("metrics.tensorboard",), what, legal, elsewhere=TO_TRAIN)
 
 
 def _hardware(facts: Facts) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +15,16 @@ import click
 
 from koushi.config.overrides import SHORT, parse, split_run_path
 from koushi.config.spelling import nearest
+from koushi.errors import ReaderGone
+from koushi.output import reader_gone
 from koushi.report.words import encodable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 RENAMED = {"--node-size": "--gpus-per-node"}
 """Options that had another name, which still works."""
+MAY_BE_EMPTY = frozenset({"--prompt"})
+"""Options that mean something without a word: of some models a text that has not begun."""
 
 
 @contextmanager
@@ -32,6 +37,18 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def piped() -> Iterator[None]:
+    """Raises ReaderGone for a pipe that broke because nothing reads the output any more. click would end with 1 for any
+    pipe, without a word."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        if reader_gone():
+            raise ReaderGone from None
+        raise RuntimeError("a pipe broke that is not the output") from error
 
 
 class Whole(click.IntRange):
@@ -59,11 +76,34 @@ class Choice(click.Choice[str]):
             self.fail(f"there is no {value}{guess} choices are {', '.join(self.choices)}", param, ctx)
 
 
-class RunFileCommand(click.Command):
+class Command(click.Command):
+    """A command that takes an empty word for a mistake, such as a shell's variable that is not set."""
+
+    has_overrides = False
+    """Whether what is no option of its own is judged with a run file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = (one for one in self.get_params(ctx) if isinstance(one, click.Option) and not one.is_flag)
+        valued = {name: one for one in options for name in one.opts}
+        for before, argument in pairwise(["", *args]):
+            name, equals, value = argument.partition("=")
+            if argument and (value or not equals):
+                continue
+            option = valued.get(name if argument else before)
+            if option is None and not argument and not self.has_overrides:
+                raise click.UsageError("an argument is empty; write what is meant", ctx)
+            if option is not None and not MAY_BE_EMPTY.intersection(option.opts):
+                raise click.BadParameter("is empty; write a value, or leave it out", ctx, option)
+        return super().parse_args(ctx, args)
+
+
+class RunFileCommand(Command):
     """A command whose ``arguments`` are a run file and overrides of its values, in any order.
 
     What may be an override is judged with the run file, but a slip in an option of the command's own is told here.
     """
+
+    has_overrides = True
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.ignore_unknown_options = True
@@ -121,6 +161,16 @@ def world_option(hidden: bool) -> Callable[[Function], Function]:
 class Commands(click.Group):
     """A group that suggests the nearest command for an unknown one, and takes ``help COMMAND`` too."""
 
+    command_class = Command
+
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        with piped():
+            return super().make_context(*arguments, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with piped():
+            return super().invoke(ctx)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -140,7 +190,7 @@ class Commands(click.Group):
 def split(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     """The run file and the overrides. Raises UsageError where no file is named."""
     run_path, overrides = split_run_path(arguments)
-    if run_path is None:
+    if not run_path:
         raise click.UsageError("no run file was named, such as examples/debug.yaml")
     return Path(run_path), overrides
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from koushi.commands.group import RunFileCommand, Whole, importing, json_option, show, split
+from koushi.commands.group import Command, RunFileCommand, Whole, importing, json_option, show, split
 
 
 @click.command(cls=RunFileCommand)
@@ -67,14 +67,14 @@ def dry_run(as_json: bool, trace: Path | None, arguments: tuple[str, ...]) -> No
     from koushi.check.early import check_early
 
     run_path, overrides = split(arguments)
-    check_early(run_path, overrides, launched=True)
+    check_early(run_path, overrides, launched=True, afar=True)
     with importing():
         from koushi.dryrun.command import dry_run as run
 
     run(run_path, overrides, as_data=as_json, trace=trace)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--calibrate",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from koushi.commands.group import (
+    Command,
     RunFileCommand,
     gpus_per_node_option,
     html_option,
@@ -48,7 +49,7 @@ def mesh(
       koushi mesh examples/llama_128.yaml --rank 37 --parameter output.weight
       koushi mesh examples/llama3_70b.yaml --html lattice.html --open
     """
-    from koushi.check.check import check
+    from koushi.check.check import check_afar
     from koushi.config.load import load
     from koushi.report.mesh_text import mesh_text
     from koushi.report.nodes import devices_per_node
@@ -62,7 +63,9 @@ def mesh(
         raise click.UsageError("--html writes a page with every rank: leave out --rank")
     run_path, overrides = split(arguments)
     run_file = load(run_path, overrides)
-    job = check(run_file, world)
+    job, notes = check_afar(run_file, world)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
     if html is not None:
         from koushi.report.page.command import write_page
 
@@ -108,7 +111,7 @@ def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str,
     show(resolved_text(job.config, sources(run_file, job) if explain else None), newline=False)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--gpu", is_flag=True, help="Also ask torch, which takes seconds.")
 def env(gpu: bool) -> None:
     """Print versions, machine and settings, for a bug report.
@@ -130,7 +133,7 @@ def env(gpu: bool) -> None:
     show(environment_text(devices))
 
 
-@click.command()
+@click.command(cls=Command)
 @html_option
 @open_option
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN_FOLDER")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
-from koushi.commands.group import Choice, RunFileCommand, Whole, gpus_per_node_option, show, split
+from koushi.commands.group import Choice, Command, RunFileCommand, Whole, gpus_per_node_option, show, split
 from koushi.config.overrides import SHORT
+from koushi.errors import DoesNotFit
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--model", default="llama3-debug", show_default=True, metavar="NAME", help="A preset of model.name.")
 @click.option(
     "--gpus",
@@ -18,21 +20,27 @@ from koushi.config.overrides import SHORT
     metavar="N",
     help=f"{SHORT['--gpus'].meaning}  [default: as few as hold the model well]",
 )
+@click.option("--hardware", metavar="NAME|FILE", help=SHORT["--hardware"].meaning)
 @click.argument("path", type=click.Path(path_type=Path), metavar="RUN.yaml")
-def init(path: Path, model: str, gpus: int | None) -> None:
+def init(path: Path, model: str, gpus: int | None, hardware: str | None) -> None:
     """Write a new run file that works as it is.
 
     Every value stands with what it means. A file that is there already is left alone. llama3-debug trains on
-    a laptop.
+    a laptop. Exit code 3 means that the file was written, but fits on so few devices in no layout.
 
     \b
     Example:
       koushi init run.yaml
-      koushi init 70b.yaml --model llama3-70b --gpus 128
+      koushi init 70b.yaml --model llama3-70b --gpus 128 --hardware h200
     """
     from koushi.setup.run_file import init as run
 
-    show(run(path, model, gpus))
+    if hardware is not None and os.path.isfile(hardware):
+        hardware = os.path.abspath(hardware)  # a path in the run file would be relative to that
+    written = run(path, model, gpus, hardware)
+    show(written.said)
+    if not written.fits:
+        raise DoesNotFit("")
 
 
 @click.command(cls=RunFileCommand)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ def write_edited(source: Path, target: Path, values: Mapping[str, object]) -> No
     check_edit_target(source, target)
     source, target = source.resolve(), target.resolve()
     values = _from_elsewhere(source, target, values)
+    before = _read(source)
     try:
-        text = edited(read_text(source), values)
-    except _ByHand as error:
-        raise _refused(source, error.what, error.legal, error.key) from None
+        text = edited(read_text(source), {key: one for key, one in values.items() if _value_at(before, key) != one})
+    except _Refused as error:
+        problems = [Problem(str(source), one.key, one.what, one.legal) for one in error.refused]
+        raise ConfigError(problems) from None
     with written_beside(target, text, source.name) as (beside, _):
         _prove(beside, source, values)
         shutil.copymode(source, beside)
@@ -77,18 +79,36 @@ class _ByHand(Exception):
         self.legal = f"write {key.rpartition('.')[2]}: {value_text(value)} there by hand"
 
 
+class _Refused(Exception):
+    """Every value of an edit that has to be written by hand."""
+
+    def __init__(self, refused: Sequence[_ByHand]):
+        self.refused = tuple(refused)
+
+
 def edited(text: str, values: Mapping[str, object]) -> str:
     """The run file ``text`` with ``values`` by dotted key. A key set to None that is not there stays away."""
+    refused = []
     for key, value in values.items():
-        before, wanted = text, value
         try:
-            text = _with_value(text, key.split("."), value)
-            root_of(text)
-        except (YAMLError, AssertionError):
-            raise _ByHand(key, "stands where no value can be put in", wanted) from None
-        if _comments(before) - _comments(text):
-            raise _ByHand(key, "has a comment inside, which would be lost", wanted)
+            text = _edited(text, key, value)
+        except _ByHand as error:
+            refused.append(error)
+    if refused:
+        raise _Refused(refused)
     return text
+
+
+def _edited(text: str, key: str, value: object) -> str:
+    """Raises _ByHand."""
+    try:
+        after = _with_value(text, key.split("."), value)
+        root_of(after)
+    except (YAMLError, AssertionError):
+        raise _ByHand(key, "stands where no value can be put in", value) from None
+    if _comments(text) - _comments(after):
+        raise _ByHand(key, "has a comment inside, which would be lost", value)
+    return after
 
 
 def _comments(text: str) -> Counter[str]:
@@ -195,6 +215,14 @@ def _prove(written: Path, source: Path, values: Mapping[str, object]) -> None:
     if _read(written) != wanted:
         what = "has values that cannot be changed one by one, such as a section used twice through an alias"
         raise _refused(source, what, "write such values out")
+
+
+def _value_at(values: Mapping[str, Any], key: str) -> object:
+    """Lists as edits have them; None where the key is not there."""
+    value: object = values
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from koushi.config.schema import JobConfig
-from koushi.config.source import Branch, Entry, Found, Place, Tree, flow, scalar, shown_text
+from koushi.config.source import LARGEST, Branch, Entry, Found, Place, Tree, flow, scalar, shown_text
 
 _SECTION = "parallelism"
 _WORLD, _SHARD = f"{_SECTION}.world_size", f"{_SECTION}.data_parallel_shard_degree"
@@ -31,6 +32,7 @@ SHORT = {
     "--dp-shard": Short(_SHARD, "N", "Ranks that share out the parameters; -1: what is left of the devices."),
     "--tp": Short(f"{_SECTION}.{_OTHER_DEGREES[2]}", "N", "Tensor parallel degree."),
 }
+_EMPTY = "write a value, null where none is meant, or leave it out"
 _FORMS = "write section.key=value, or --section.key value"
 
 
@@ -115,7 +117,7 @@ def parse(arguments: Sequence[str]) -> list[Argument]:
         given: str | None = value if equals else None
         if _takes_value(text) and waiting and not waiting[0].startswith("--"):
             given = waiting.pop(0)
-            text = f"{text} {given}"
+            text = f"{text} {given or shlex.quote(given)}"
         if name == "--hardware" and given is not None and os.path.isfile(given):
             given = os.path.abspath(given)  # a path in the run file would be relative to that
         parsed.append(Argument(number, text, name, given))
@@ -133,9 +135,9 @@ def apply(tree: Tree, arguments: Sequence[str]) -> bool:
             tree.found.append(Found(argument.place, "", "names no key", _FORMS))
         elif f"-{argument.name}" in SHORT:
             tree.found.append(Found(argument.place, "", "is not an option", f"did you mean -{argument.name}?"))
-        elif argument.value is None and argument.may_be_option and argument.name not in SHORT:
+        elif not argument.value and argument.may_be_option and argument.name not in SHORT:
             _write(tree, argument.key, Entry(True, argument.place, argument.place))  # no key: for validate to say so
-        elif argument.value is None:
+        elif not argument.value or not argument.value.strip():
             tree.found.append(_without_value(argument))
             tree.spoilt.add(argument.key)
         else:
@@ -157,7 +159,7 @@ def _follow(tree: Tree, place: Place) -> bool:
         if not isinstance(degree, int) or degree < 1:
             return False
         rest *= degree
-    if not isinstance(world, int) or world < 1 or world % rest:
+    if not isinstance(world, int) or not 1 <= world <= LARGEST or world % rest:
         return False
     if values.get("data_parallel_shard_degree", 1) in (-1, world // rest):
         return False
@@ -166,6 +168,11 @@ def _follow(tree: Tree, place: Place) -> bool:
 
 
 def _without_value(argument: Argument) -> Found:
+    if argument.value is not None:
+        legal = (
+            f"write {argument.name} {SHORT[argument.name].takes}, or leave it out" if argument.name in SHORT else _EMPTY
+        )
+        return Found(argument.place, argument.key, "is given no value", legal)
     if argument.text.startswith("--"):
         return Found(argument.place, argument.key, "has no value", f"write {argument.text}=value")
     if _is_yaml(argument.text) or _is_file(argument.text):

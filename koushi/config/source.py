@@ -26,6 +26,10 @@ MAX_VALUES = 100_000
 """What a file may hold once its aliases are written out."""
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
+LARGEST = 2**63 - 1
+"""Of an integer in a run file."""
+MAX_BITS = 128
+"""Of an integer whose every digit is read; a larger one is a number."""
 
 _TAG = "tag:yaml.org,2002:"
 _TAGS = {_TAG + kind for kind in ("null", "bool", "int", "float", "str", "timestamp", "value", "map", "seq")}
@@ -276,7 +280,7 @@ def _convert(tag: str, text: str) -> Scalar:
         if kind == "int":
             base = 0 if text.lstrip("+-")[:2].lower() in ("0x", "0o", "0b") else 10
             value = int(text.replace("_", ""), base)
-            return value if value.bit_length() < 64 else float(value)
+            return value if value.bit_length() <= MAX_BITS else float(value)
         if kind == "float":
             return float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
     except (ValueError, OverflowError):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from pydantic import ValidationError
 
 from koushi.config.overrides import SHORT
 from koushi.config.schema import JobConfig
-from koushi.config.source import Branch, Entry, Found, Place, Tree, plain, scalar, shown_text
+from koushi.config.source import LARGEST, Branch, Entry, Found, Place, Tree, plain, scalar, shown_text
 from koushi.config.spelling import ELSEWHERE, absent, nearest, nearest_key
 
 Schema = Mapping[str, Any]
@@ -25,7 +25,8 @@ def validate(tree: Tree) -> JobConfig:
     ``tree.spoilt``: rules that read them cannot be judged.
     """
     _rename_sections(tree)
-    values = {key: plain(entry) for key, entry in tree.branch.items() if entry.value is not None}
+    empty = {key for key, entry in tree.branch.items() if entry.value is None and key in JobConfig.model_fields}
+    values = {key: _held(plain(entry)) for key, entry in tree.branch.items() if key not in empty}
     try:
         return JobConfig.model_validate(values, strict=True)
     except ValidationError as error:
@@ -38,6 +39,15 @@ def validate(tree: Tree) -> JobConfig:
             _wrong(tree, location)
         _remove(values, location)
     return JobConfig.model_validate(values, strict=True)
+
+
+def _held(value: object) -> object:
+    """``value`` with numbers in place of integers that are too large to be any."""
+    if isinstance(value, dict):
+        return {key: _held(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_held(one) for one in value)
+    return float(value) if isinstance(value, int) and abs(value) > LARGEST else value
 
 
 @cache
@@ -144,6 +154,9 @@ def _wrong(tree: Tree, location: tuple[int | str, ...]) -> None:
         what = f"is {shown_text(value)}" if isinstance(value, str) else f"is {explain(value)}"
         legal = f"{guess}The choices are {listed}" if guess else f"the choices are {listed}"
         tree.found.append(Found(entry.place, key, what, legal))
+        return
+    if isinstance(value, int | float) and LARGEST < value < inf and schema.get("type") == "integer":
+        tree.found.append(Found(entry.place, key, f"is {value}, too large", f"at most {LARGEST}"))
         return
     legal = f"{needed(schema)} is needed"
     if isinstance(value, str) and schema.get("type") in ("integer", "number") and _is_number(value):

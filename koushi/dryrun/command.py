@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import torch
 
-from koushi.check.check import check
+from koushi.check.check import check_afar
 from koushi.config.load import load
 from koushi.dryrun import timeline
 from koushi.dryrun.agreement import AGREES, disagreement_text, disagreements
@@ -67,7 +67,10 @@ def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False,
     run_file = load(path, overrides)
     if trace is not None:
         check_target(trace, timeline.TRACE, path)
-    found = run_dry(check(run_file, started_world(run_file)), every_event=trace is not None)
+    job, notes = check_afar(run_file, started_world(run_file))
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    found = run_dry(job, every_event=trace is not None)
     parts = (found.job, found.kind, found.classes, found.traces)
     findings = [str(one) for one in found.findings]
     if as_data:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from koushi.check.check import check
+from koushi.check.check import check_afar
 from koushi.check.rule import (
     DP_REPLICATE,
     DP_SHARD,
@@ -42,7 +42,8 @@ from koushi.units import counted
 def show_plan(path: Path, overrides: Sequence[str], as_json: bool) -> None:
     """Print what the run file at ``path`` costs as it stands; raises DoesNotFit where it does."""
     run_file = load(path, overrides)
-    job = check(run_file)
+    job, notes = check_afar(run_file)
+    _tell(notes)
     found = plan(of_job(job), hardware_of(job))
     helps = advice(question_of(job), found)
     if as_json:
@@ -63,9 +64,10 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
     own = _as_it_stands(run_file)
     devices = own.mesh.world_size if own else run_file.config.parallelism.world_size
     if devices is None or devices > MOST_DEVICES:
-        own = check(run_file)  # says what is wrong with the number of devices
+        own, _ = check_afar(run_file)  # says what is wrong with the number of devices
         devices = own.mesh.world_size
-    job = check(load(path, [*overrides, *_ALONE]))
+    job, notes = check_afar(load(path, [*overrides, *_ALONE]))
+    _tell(notes)
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
     result = search(question, base, on)
     if not result.legal:
@@ -87,6 +89,11 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
         click.echo(f"\nwrote the fastest layout{roomy} to {write}", err=as_json)
 
 
+def _tell(notes: Sequence[str]) -> None:
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+
+
 _ALONE = (
     *(f"{key}=1" for key in (PP, DP_REPLICATE, DP_SHARD, TP, WORLD, MICROBATCH)),
     *(f"{key}=null" for key in (PER_RANK, PER_STAGE)),
@@ -104,7 +111,7 @@ def hardware_of(job: Job) -> Hardware:
 def _as_it_stands(run_file: RunFile) -> Job | None:
     """The job of the run file's own layout, where that is legal."""
     try:
-        return check(run_file)
+        return check_afar(run_file)[0]
     except ConfigError:
         return None
 

@@ -227,10 +227,10 @@ def advice_text(before: Plan, advice: Advice) -> str:
         devices = counted(before.devices, "device")
         if advice.wider is None:
             return f"no layout of {devices} fits, nor of up to {MOST_TIMES} times as many"
-        flags = " ".join([f"--gpus {advice.wider.devices}", *(_argument(*one) for one in advice.values.items())])
+        flags = " ".join([f"--gpus {advice.wider.devices}", *(argument(*one) for one in advice.values.items())])
         return f"no layout of {devices} fits; {would_do(advice.wider, before.hardware)}: {flags}"
     head = "what would make it faster" if before.fits else "what would make it fit"
-    written = [" ".join(_argument(*one) for one in fix.values.items()) for fix in advice.fixes]
+    written = [" ".join(argument(*one) for one in fix.values.items()) for fix in advice.fixes]
     width = min(60, max(len(text) for text in written))
     lines = [head]
     for fix, text in zip(advice.fixes, written, strict=True):
@@ -251,7 +251,7 @@ def would_do(wider: Wider, hardware: Hardware) -> str:
 _FLAGS = {short.key: flag for flag, short in SHORT.items()}
 
 
-def _argument(key: str, value: object) -> str:
+def argument(key: str, value: object) -> str:
     text = value_text(value)
     return f"{_FLAGS[key]} {text}" if key in _FLAGS else f"{key}={text}"
 

@@ -40,10 +40,10 @@ def rule_of_thumb(size: LlamaSize, devices: int) -> MeshSpec:
     return MeshSpec.of(pp=pp, dp_replicate=left // shard, dp_shard=shard, tp=tp)
 
 
-def fewest_devices(size: LlamaSize) -> int:
-    """A power of two on which model state leaves three quarters of 80 GB to activations."""
+def fewest_devices(size: LlamaSize, memory: float = 80e9) -> int:
+    """A power of two on which model state leaves three quarters of ``memory`` bytes to activations."""
     state = 16 * parameter_count(size)
     devices = 1
-    while state / devices > 20e9:
+    while state / devices > memory / 4:
         devices *= 2
     return devices

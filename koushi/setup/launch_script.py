@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 
-from koushi.check.check import check
+from koushi.check.check import check_afar
 from koushi.check.rule import WORLD
 from koushi.config.load import RunFile, load
 from koushi.errors import ConfigError, Problem
@@ -47,6 +47,8 @@ class Launch:
     """Eight hexadecimal digits that no other script has."""
     instead_of: int | None = None
     """The devices that the run file is for, where the arguments say others."""
+    missing: tuple[str, ...] = ()
+    """What this machine lacks of what the run reads."""
 
     @property
     def name(self) -> str:
@@ -91,13 +93,13 @@ def launch(path: Path, overrides: Sequence[str], nodes: int, devices: int, token
     if other is not None:
         overrides = [*overrides, "--gpus", str(world)]
         run_file = load(path, overrides)
-    job = check(run_file, world, f"{counted(nodes, 'node')} of {devices}")
+    job, missing = check_afar(run_file, world, f"{counted(nodes, 'node')} of {devices}")
     arguments = (str(path), *overrides)
     odd = [one for one in arguments if not one.isprintable()]
     if odd:
         what = "holds characters that cannot be printed"
         raise ConfigError([Problem(repr(one), "", what, "a name without them") for one in odd])
-    return Launch(job, arguments, nodes, devices, token or secrets.token_hex(4), other)
+    return Launch(job, arguments, nodes, devices, token or secrets.token_hex(4), other, missing)
 
 
 def _other_world(run_file: RunFile, world: int) -> int | None:
@@ -118,7 +120,7 @@ def _other_world(run_file: RunFile, world: int) -> int | None:
 
 def notes(launch: Launch) -> list[str]:
     """What the reader should know before starting."""
-    found = []
+    found = list(launch.missing)
     if launch.instead_of is not None:
         before, mesh = counted(launch.instead_of, "device"), launch.job.mesh
         now = f"--gpus {mesh.world_size}, which makes dp_shard {mesh.degree('dp_shard')}"

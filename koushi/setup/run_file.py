@@ -7,21 +7,28 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from koushi.check.check import check
+from koushi.check.rule import DP_SHARD
 from koushi.config.describe import Key, keys
+from koushi.config.edit import write_edited
 from koushi.config.load import load
 from koushi.config.spelling import nearest
 from koushi.config.write import value_text
 from koushi.errors import ConfigError, Problem
+from koushi.hardware.hardware import ASSUMED
+from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.mesh import MOST_DEVICES, MeshSpec
 from koushi.models.llama.flops import parameter_count
 from koushi.models.llama.sizes import PRESETS
 from koushi.output import write_new
 from koushi.plan.command import hardware_of
-from koushi.plan.plan import plan
-from koushi.plan.text import verdict
+from koushi.plan.fixes import Advice, advice
+from koushi.plan.layouts import question_of
+from koushi.plan.plan import Plan, plan
+from koushi.plan.text import advice_text, argument, verdict
 from koushi.plan.workload import of_job
 from koushi.setup.degrees import NODE, ChooseDegrees, fewest_devices, rule_of_thumb
 from koushi.train.room import state_bytes
@@ -44,35 +51,54 @@ class Example:
 Values = Mapping[str, object]
 
 
-def init(path: Path, model: str, devices: int | None, choose: ChooseDegrees = rule_of_thumb) -> str:
-    """Write a run file for ``model`` on ``devices`` (None: as few as hold it well) to ``path``; what to do next.
+class Written(NamedTuple):
+    """A run file that was written."""
 
-    ``choose`` gives the mesh. Raises ConfigError for an unknown model, too many devices and a path that is taken,
-    WrongTarget for one that cannot be written. Nothing is left behind then.
+    said: str
+    """What it is, and what to do next."""
+    fits: bool
+    """Whether it fits the hardware that was named or assumed."""
+
+
+def init(
+    path: Path,
+    model: str,
+    devices: int | None,
+    hardware: str | None = None,
+    choose: ChooseDegrees = rule_of_thumb,
+) -> Written:
+    """Write a run file for ``model`` on ``devices`` (None: as few as hold it well) of ``hardware`` to ``path``.
+
+    ``choose`` gives the mesh; where that does not fit and another layout does, that is written. Raises ConfigError for
+    an unknown model or hardware, too many devices and a path that is taken, WrongTarget for one that cannot be written.
+    Nothing is left behind then.
     """
     if model not in PRESETS:
         meant = nearest(model, PRESETS)
         legal = f"{f'did you mean {meant}? ' if meant else ''}The models are {', '.join(PRESETS)}"
         raise ConfigError([Problem(f"command line (--model {model})", "", "there is no such model", legal)])
+    memory = load_hardware(hardware or ASSUMED).chip.memory_bytes
     if devices is None:
-        devices = fewest_devices(PRESETS[model])
+        devices = fewest_devices(PRESETS[model], memory)
     if devices > MOST_DEVICES:
         legal = f"at most {MOST_DEVICES} are planned for"
         raise ConfigError([Problem(f"command line (--gpus {devices})", "", "is more devices than any cluster", legal)])
     mesh = choose(PRESETS[model], devices)
     assert mesh.world_size == devices, f"{mesh} was chosen for {devices} devices"
-    _write_new(path, run_file_text(path, model, mesh))
+    _write_new(path, run_file_text(path, model, mesh, hardware))
     try:
-        return _next_steps(path, check(load(path)))
+        return _made_to_fit(path)
     except ConfigError:
         path.unlink()  # such as a sequence that this mesh cannot split: no file is better than one that is refused
         raise
 
 
-def run_file_text(path: Path, model: str, mesh: MeshSpec) -> str:
+def run_file_text(path: Path, model: str, mesh: MeshSpec, hardware: str | None = None) -> str:
     """A run file for the preset ``model`` on ``mesh``; ``path`` is what its commands name."""
     lines = [*_header(path, model, mesh)]
-    values = _values(model, mesh)
+    values = dict(_values(model, mesh))
+    if hardware is not None:
+        values["run.hardware"] = hardware
     for key in keys():
         if key.is_section and any(name.startswith(f"{key.name}.") for name in values):
             lines += ["", *textwrap.wrap(key.meaning, WIDEST, initial_indent="# ", subsequent_indent="# ")]
@@ -228,21 +254,47 @@ def _write_new(path: Path, text: str) -> None:
         raise ConfigError([Problem(str(path), "", "is there already", "name a new file, or remove it")]) from None
 
 
-def _next_steps(path: Path, job: Job) -> str:
+def _made_to_fit(path: Path) -> Written:
+    """Of the run file at ``path``, in another layout where it does not fit as it is and that does."""
+    run_file = load(path)
+    job = check(run_file)
+    found, helps, changes = plan(of_job(job), hardware_of(job)), None, ""
+    if not found.fits:
+        helps = advice(question_of(job), found)
+        fix = next((one for one in helps.fixes if not one.note), None)  # what changes more than the layout has a note
+        if fix is not None:
+            follows = run_file.config.parallelism.data_parallel_shard_degree == -1
+            values = {key: value for key, value in fix.values.items() if key != DP_SHARD or not follows}
+            write_edited(path, path, values)
+            changes = " ".join(argument(*one) for one in values.items())
+            job = check(load(path))
+            found = plan(of_job(job), hardware_of(job))
+    return Written(_next_steps(path, job, found, _outlook(job, found, changes, helps)), found.fits)
+
+
+def _next_steps(path: Path, job: Job, found: Plan, outlook: str) -> str:
     each = bytes_text(state_bytes(job) / job.mesh.world_size)
     name = shlex.quote(str(path))
+    steps = f"koushi check {name}, koushi plan {name} --search, koushi mesh {name}, {_start(name, job.mesh)}"
+    if not found.fits:
+        steps = f"more or larger devices, here or in a new file, for koushi plan {name} to say whether it fits"
     return (
         f"wrote {path}: {job.model_name}, {count_text(parameter_count(job.size))} parameters, on "
         f"{counted(job.mesh.world_size, 'device')} {job.mesh}\n"
         f"parameters, gradients and AdamW's state take {each} of each device; activations come on top\n"
-        f"{_outlook(job)}"
-        f"next: koushi check {name}, koushi plan {name} --search, koushi mesh {name}, {_start(name, job.mesh)}"
+        f"{outlook}"
+        f"next: {steps}"
     )
 
 
-def _outlook(job: Job) -> str:
-    """A line where the plan of the job does not fit the hardware that koushi plan assumes, or tightly."""
-    found = plan(of_job(job), hardware_of(job))
-    return (
-        "" if found.fits and not found.tight else f"on {found.hardware.name}, if that is meant, it {verdict(found)}\n"
-    )
+def _outlook(job: Job, found: Plan, changes: str, helps: Advice | None) -> str:
+    """Lines where the job does not fit its hardware, fits tightly, or had to be changed for that."""
+    lines = []
+    assumed = "" if job.config.run.hardware else ", which is assumed where --hardware names none,"
+    if changes:
+        lines.append(f"so that it fits, it has {changes}")
+    if not found.fits or found.tight:
+        lines.append(f"on {found.hardware.name}{assumed} it {verdict(found)}")
+    if not found.fits and helps is not None:
+        lines.append(advice_text(found, helps))
+    return "".join(f"{line}\n" for line in lines)

@@ -20,6 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from koushi.errors import KoushiError
 from koushi.mesh import MeshSpec
+from koushi.output import reader_gone
 from koushi.train.inquiry import Finding
 
 LOST_PEER = (
@@ -77,6 +78,8 @@ def report(rank: int, error: BaseException) -> Report:
     """The account of ``error``, caught one frame below the worker."""
     if isinstance(error, KoushiError):
         headline, details = str(error), ""
+    elif isinstance(error, BrokenPipeError) and reader_gone():
+        headline, details = "nothing reads the run's output any more", ""
     else:
         inner = error.__traceback__.tb_next if error.__traceback__ else None
         details = "".join(traceback.format_exception(error.with_traceback(inner))).rstrip()

@@ -53,6 +53,12 @@ def predicted(job: Job, hardware: Hardware, crowding: float = 1.0) -> dict[str, 
     }
 
 
+def layout_text(job: Job) -> str:
+    """What a run may go on with another of."""
+    schedule = job.config.parallelism.pipeline_parallel_schedule
+    return f"{job.mesh} {schedule}" if job.mesh.degree("pp") > 1 else str(job.mesh)
+
+
 def sent_bytes(job: Job, sent: Traffic) -> dict[str, float]:
     """What one rank puts on the wire in a step, by sub-mesh."""
     found: dict[str, float] = defaultdict(float)
@@ -139,6 +145,8 @@ class Outcome:
         self._seconds: list[float] = []
         self._sent: dict[str, float] = {}
         self._predicted: dict[str, Any] | None = None
+        if dist.get_rank() == 0:
+            write_line(folder / "ranks.jsonl", {"step": step, "layout": layout_text(job)}, "a")
         if dist.get_rank() == 0 and (hardware := assumed_hardware(job, device_name(device))) is not None:
             self._predicted = predicted(job, hardware, crowding(device))
             write_line(folder / "predicted.json", self._predicted, "w")

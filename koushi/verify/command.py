@@ -17,12 +17,19 @@ from koushi.errors import VerifyError
 from koushi.job import Job
 from koushi.train.launch import launch
 from koushi.units import counted
-from koushi.verify.compare import TOLERANCES, Difference, compare
+from koushi.verify.compare import TOLERANCES, Difference, compare, unmoved
 from koushi.verify.record import RankRecord, read_records, record_jobs
-from koushi.verify.scale import scale_down, single_process
+from koushi.verify.scale import scale_down, single_process, with_updates
 
 WIDTH = 110
 """Columns where the output is no terminal."""
+
+
+class PlainConsole(Console):
+    """What it cannot write is for the command line to judge."""
+
+    def on_broken_pipe(self) -> None:
+        raise
 
 
 def verify(path: Path, overrides: Sequence[str] = (), steps: int = 3, precision: MasterDtype = "float32") -> None:
@@ -31,9 +38,11 @@ def verify(path: Path, overrides: Sequence[str] = (), steps: int = 3, precision:
     Raises VerifyError above tolerance.
     """
     job, notes = scale_down(check(load(path, overrides)), precision)
-    console = Console()
+    job, updates = with_updates(job, steps)
+    notes += updates
+    console = PlainConsole()
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = PlainConsole(width=WIDTH)
     console.print(
         f"{counted(job.mesh.world_size, 'process')} {job.mesh} against 1, {counted(steps, 'step')} in {precision}",
         markup=False,
@@ -51,6 +60,12 @@ def verify(path: Path, overrides: Sequence[str] = (), steps: int = 3, precision:
     if wrong or not all(difference.within for difference in differences):
         beyond = [difference.kind for difference in differences if not difference.within]
         raise VerifyError(f"this layout does not train as one process does: {', '.join(beyond) or wrong[0]}")
+    if still := unmoved(reference, TOLERANCES[precision]):
+        name, share = min(still.items(), key=lambda item: item[1])
+        raise VerifyError(
+            f"nothing shows that parameters are updated alike: {name} moves by {share:.0e} of its size, less than is "
+            "allowed for rounding; a smaller optimizer.eps, more --steps, or --precision float64 would show it"
+        )
     console.print("the layout does not change the maths")
 
 

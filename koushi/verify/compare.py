@@ -119,5 +119,17 @@ def compare(
     return [worst[kind] for kind in KINDS if kind in worst], wrong
 
 
+def unmoved(reference: Sequence[RankRecord], tolerance: Tolerance) -> dict[str, float]:
+    """Parameters that all steps together moved by less than is allowed for rounding, with that share of their size: of
+    those nothing shows that another layout updates them."""
+    whole, _ = assemble(reference)
+    moved = {
+        name: relative(whole["initial", name, 0], values, tolerance.order)
+        for (kind, name, _), values in whole.items()
+        if kind == "parameter"
+    }
+    return {name: share for name, share in moved.items() if share <= tolerance.tensors}
+
+
 def _double(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)

@@ -10,16 +10,22 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 
-from koushi.config.schema import JobConfig, MasterDtype, Precision
+from koushi.config.schema import JobConfig, LrSchedule, MasterDtype, Precision
 from koushi.job import Job
 from koushi.mesh import MeshSpec
 from koushi.models.llama.flops import parameter_count
 from koushi.models.llama.sizes import LlamaSize
+from koushi.optim.schedule import learning_rate
 from koushi.schedules import layer_ranges, nearest_microbatches
 
 MOST_RANKS = 128
 MOST_PARAMETERS = 8_000_000
 MOST_STEP_TOKENS = 8192
+LEAST_RATE = 3e-4
+"""AdamW moves a weight by about the learning rate, and those of norms are 1: less would be lost in what float32 allows
+for rounding, so that a layout that updates nothing would pass."""
+RATE = 1e-3
+"""Of every step, where the run's own would be less in one."""
 
 
 def scale_down(job: Job, precision: MasterDtype) -> tuple[Job, list[str]]:
@@ -51,6 +57,17 @@ def scale_down(job: Job, precision: MasterDtype) -> tuple[Job, list[str]]:
         if before not in (None, after)
     ]
     return Job(config, size, mesh, stages, job.name, job.base), notes
+
+
+def with_updates(job: Job, steps: int) -> tuple[Job, list[str]]:
+    """The job with updates that show in each of ``steps``, where warm-up or decay leaves none, and what was changed."""
+    training, optimizer, schedule = job.config.training, job.config.optimizer, job.config.lr_schedule
+    least = min(learning_rate(step, training.steps, optimizer.lr, schedule) for step in range(steps))
+    if least >= LEAST_RATE:
+        return job, []
+    update = {"optimizer": optimizer.model_copy(update={"lr": RATE}), "lr_schedule": LrSchedule(decay="none")}
+    config = job.config.model_copy(update=update)
+    return replace(job, config=config), [f"learning rate {least:.3g} at the least -> {RATE:g} throughout"]
 
 
 def single_process(job: Job) -> Job:

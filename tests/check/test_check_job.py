@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from koushi.check.check import RULES
+from koushi.check.check import RULES, check, check_afar
 from koushi.check.rule import TP_OF_MODEL
+from koushi.config.load import load
 from koushi.config.validate import legal_keys
 from koushi.errors import ConfigError, Problem
 from koushi.job import Job
@@ -120,7 +121,7 @@ def test_no_vocabulary_is_offered_that_is_too_small_for_the_tokenizer(problems: 
     text = "model: {vocab_size: 1021}\ndata: {source: text, path: run.yaml, tokenizer: odd.json}\n"
     (found,) = problems(text, "--tp", "2")
     assert found.legal.startswith("vocab_size 1022; ")
-    (found,) = problems(text, "--tp", "2", "data.source=synthetic", "data.path=")
+    (found,) = problems(text, "--tp", "2", "data.source=synthetic", "data.path=null")
     assert found.legal.startswith("vocab_size 1020 or 1022; ")
 
 
@@ -211,3 +212,57 @@ def test_nothing_wrong_raises_nothing_and_something_wrong_a_config_error(checked
         checked("model: {dim: x, n_layers: y}")
     assert len(raised.value.problems) == 2
     assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("devices", [2**20 + 2, 10**18, 2**63, 10**30])
+@pytest.mark.parametrize("shard", [-1, 2])
+def test_too_many_devices_are_told_once(problems: Problems, devices: int, shard: int) -> None:
+    text = f"parallelism: {{data_parallel_shard_degree: {shard}, tensor_parallel_degree: 2}}"
+    (found,) = problems(text, "--gpus", str(devices))
+    assert found.key == "parallelism.world_size" and f"is {devices}, " in found.what
+
+
+def test_what_only_this_machine_lacks_is_a_note_to_who_does_not_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("koushi.check.training_rules.find_spec", lambda name: None)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "run: {resume: /ckpt/none}\ndata: {source: text, path: /data/*.txt, tokenizer: /models/none.json}\n"
+        "metrics: {tensorboard: true}\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        check(load(path))
+    job, notes = check_afar(load(path))
+    assert job.size.vocab_size == 2048
+    assert [note.split(";")[0] for note in notes] == [str(one).split(";")[0] for one in raised.value.problems]
+    assert [note.split(": ")[1] for note in notes] == [
+        "run.resume",
+        "data.path",
+        "data.tokenizer",
+        "metrics.tensorboard",
+    ]
+    assert "; whether its ids fit vocab_size 2048 is left to the machine that trains" in notes[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {source: text}",  # no path at all
+        "data: {tokenizer: run.yaml}",  # there, and no tokenizer
+        "data: {source: jsonl, path: empty}",
+        "model: {vocab_size: 1000}",  # too few for the tokenizer, which is there
+        "model: {hf: none}",
+        "run: {resume: ''}",
+        "run: {hardware: none}",
+    ],
+)
+def test_what_is_wrong_anywhere_is_refused_from_afar_too(text: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    path = tmp_path / "run.yaml"
+    path.write_text(text + "\n")
+    with pytest.raises(ConfigError) as near:
+        check(load(path))
+    with pytest.raises(ConfigError) as afar:
+        check_afar(load(path))
+    assert afar.value.problems == near.value.problems

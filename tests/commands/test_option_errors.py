@@ -9,7 +9,7 @@ import click
 import pytest
 
 from koushi.cli import commands, main
-from koushi.commands.group import Choice, RunFileCommand, Whole
+from koushi.commands.group import MAY_BE_EMPTY, Choice, RunFileCommand, Whole
 from koushi.config.overrides import SHORT
 from koushi.config.validate import legal_keys
 from koushi.models.llama.sizes import PRESETS
@@ -84,6 +84,43 @@ def test_a_wrong_value_of_an_option_of_a_command(
             assert f"{value} is not an integer of at least {option.type.min}" in said
         if isinstance(option.type, Choice):
             assert all(one in said for one in option.type.choices)
+
+
+@every_own
+def test_an_option_with_nothing_in_it_is_not_taken_for_one_that_was_not_given(
+    name: tuple[str, ...], option: click.Option, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (spelling,) = option.opts
+    if option.is_flag or spelling in MAY_BE_EMPTY:
+        return
+    for words in ([spelling, ""], [f"{spelling}="]):
+        assert f"Invalid value for '{spelling}': is empty; " in error_of(capsys, *name, *words, DEBUG)
+
+
+@reading
+def test_no_value_of_a_run_file_may_be_given_as_nothing(
+    name: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = NEEDED.get(name[-1], ())
+    for option, short in SHORT.items():
+        for words in ([option, ""], [f"{option}="]):
+            said = error_of(capsys, *name, *needed, DEBUG, *words)
+            assert said.startswith(f"{option}") and f"({short.key}): is given no value; write {option} " in said, said
+    for words in (["--run.folder", ""], ["--run.folder="], ["run.folder="]):
+        assert "run.folder: is given no value; write a value, null " in error_of(capsys, *name, *needed, DEBUG, *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check", ""], "no run file was named"),
+        (["inspect", ""], "an argument is empty"),
+        (["convert", "from-hf", "", "x"], "an argument is empty"),
+        (["init", "--model", "llama3-8b", ""], "an argument is empty"),
+    ],
+)
+def test_an_argument_with_nothing_in_it(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in error_of(capsys, *arguments)
 
 
 @reading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -211,3 +212,44 @@ def test_init_of_too_many_devices_leaves_no_file(gpus: str, capsys: Printed, tmp
     assert ended("init", str(tmp_path / "x.yaml"), "--model", "llama3-8b", "--gpus", gpus) == 2
     assert "at most 1048576" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan"],
+        ["plan", "--json"],
+        ["plan", "--search", "--json"],
+        ["mesh"],
+        ["mesh", "--rank", "0"],
+        ["mesh", "--html", "page.html"],
+        ["launch", "--nodes", "1", "--gpus-per-node", "2", "--backend", "slurm"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_can_be_planned_where_its_data_is_not(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("data: {source: text, path: /data/*.txt, tokenizer: /models/none.json}\n")
+    assert ended(*arguments, "run.yaml", "--gpus", "2") == 0
+    out, err = capsys.readouterr()
+    notes = [line for line in err.splitlines() if line.startswith("note: run.yaml:1:")]
+    assert ["data.path" in line for line in notes] == [True, False] and "data.tokenizer" in notes[1]
+    if "--json" in arguments:
+        json.loads(out)
+    if "--html" in arguments:
+        assert "/data/*.txt" not in Path("page.html").read_text(encoding="utf-8")  # every layout of the page is judged
+    for strict in ("check", "config", "train", "verify"):
+        assert ended(strict, "run.yaml", "--gpus", "2") == 2
+        assert "no file matches /data/*.txt; give a file" in capsys.readouterr().err
+
+
+def test_init_of_what_fits_nowhere_writes_it_and_ends_with_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ended("init", "run.yaml", "--model", "llama3-70b", "--gpus", "8", "--hardware", "h200") == 3
+    out, err = capsys.readouterr()
+    assert err == "" and "on h200 it does not fit: " in out and "no layout of 8 devices fits; 16 would do" in out
+    assert ended("plan", "run.yaml") == 3

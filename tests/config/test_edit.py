@@ -161,6 +161,33 @@ def test_what_cannot_be_changed_alone_is_left_to_hands(tmp_path: Path, text: str
     assert [one.name for one in tmp_path.iterdir()] == ["run.yaml"]
 
 
+def test_all_that_is_left_to_hands_is_named_and_what_is_so_already_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "parallelism: &p {tensor_parallel_degree: 2}\ntraining: {steps: &n 8, microbatch_size: *n, seed: 1}\n"
+    )
+    values: dict[str, object] = {
+        "parallelism.tensor_parallel_degree": 2,
+        "parallelism.pipeline_parallel_layers_per_stage": None,
+        "parallelism.world_size": 4,
+        "parallelism.pipeline_parallel_degree": 2,
+        "training.seed": 2,
+        "training.microbatch_size": 1,
+        "training.steps": 8,
+    }
+    with pytest.raises(ConfigError) as raised:
+        write_edited(path, path, values)
+    assert [(one.key, one.legal) for one in raised.value.problems] == [
+        ("parallelism.world_size", "write world_size: 4 there by hand"),
+        ("parallelism.pipeline_parallel_degree", "write pipeline_parallel_degree: 2 there by hand"),
+        ("training.microbatch_size", "write microbatch_size: 1 there by hand"),
+    ]
+    write_edited(
+        path, path, {key: value for key, value in values.items() if key in ("training.seed", "training.steps")}
+    )
+    assert "seed: 2" in path.read_text() and "steps: &n 8" in path.read_text()
+
+
 def test_line_ends_stay_what_they_are(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"training:\r\n  steps: 5\r\n")

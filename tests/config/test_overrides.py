@@ -37,7 +37,6 @@ def messages(loaded: RunFile) -> list[str]:
         (["--dp-replicate=6"], "parallelism", "data_parallel_replicate_degree", 6),
         (["optimizer.lr=3e-4"], "optimizer", "lr", 3e-4),
         (["training.max_grad_norm=null"], "training", "max_grad_norm", None),
-        (["training.max_grad_norm="], "training", "max_grad_norm", None),
         (["training.compile=true"], "training", "compile", True),
         (
             ["parallelism.pipeline_parallel_layers_per_stage=[1,2]"],
@@ -81,6 +80,10 @@ def test_what_is_not_overridden_stays(run_file: Path) -> None:
             "command line (--training.stepz 3): training.stepz: is not a key of training; did you mean training.steps?",
         ),
         (["--tp"], "--tp (parallelism.tensor_parallel_degree): has no value; write --tp=value"),
+        (
+            ["training.max_grad_norm="],
+            "command line (training.max_grad_norm=): training.max_grad_norm: is given no value; write a value, null ",
+        ),
         (["words"], "command line (words): 'words' is not an override; write section.key=value, or --section.key v"),
         (["=3"], "command line (=3): names no key; write section.key=value, or --section.key value"),
         (["a..b=3"], "command line (a..b=3): names no key; write section.key=value, or --section.key value"),

@@ -67,8 +67,9 @@ def test_nan_is_a_number() -> None:
     assert isnan(value)
 
 
-def test_integers_beyond_64_bits_are_numbers() -> None:
-    assert scalar("1" + "0" * 30) == 1e30
+def test_very_large_integers_are_numbers() -> None:
+    assert scalar("1" + "0" * 30) == 10**30 and isinstance(scalar("1" + "0" * 30), int)
+    assert scalar("1" + "0" * 40) == 1e40 and isinstance(scalar("1" + "0" * 40), float)
     assert scalar("0x" + "f" * 5000) == "0x" + "f" * 5000
 
 

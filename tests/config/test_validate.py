@@ -10,7 +10,7 @@ import pytest
 from koushi.config.load import RunFile, load, load_config
 from koushi.config.schema import JobConfig
 from koushi.config.spelling import ABSENT, ELSEWHERE, ELSEWHERE_IN, VALUES, absent, nearest, nearest_key
-from koushi.config.validate import legal_keys
+from koushi.config.validate import legal_keys, schema_at
 from koushi.errors import ConfigError
 
 COUNT = "an integer of at least 1 is needed"
@@ -42,7 +42,11 @@ def marked(text: str) -> tuple[str, str]:
         ("training: {steps:§ }", "training.steps", f"is empty; {COUNT}"),
         ("training: {steps: §[1, 2]}", "training.steps", f"is a list of 2; {COUNT}"),
         ("training: {steps: §{a: 1}}", "training.steps", f"is a section; {COUNT}"),
-        ("training: {steps: §0xffffffffffffffffff}", "training.steps", f"is 4.722366482869645e+21, a number; {COUNT}"),
+        (
+            "training: {steps: §0xffffffffffffffffff}",
+            "training.steps",
+            "is 4722366482869645213695, too large; at most 9223372036854775807",
+        ),
         ("training: {seed: §-1}", "training.seed", "is -1, an integer; an integer of at least 0 is needed"),
         ("training: {compile: §1}", "training.compile", "is 1, an integer; true or false is needed"),
         ("training: {compile: §no}", "training.compile", "is 'no', a string; true or false is needed"),
@@ -163,6 +167,7 @@ def marked(text: str) -> tuple[str, str]:
             "is not a section of a run file; a run has its run file's name, and run.folder is where it writes",
         ),
         ("§training.steps: 3", "training.steps", "is not a key of a run file; write it as a key steps under training:"),
+        ("§modle:\ntraining: {steps: 3}", "modle", "is not a key of a run file; did you mean model?"),
         ("§trainning: {steps: 3}", "trainning", "is not a section of a run file; did you mean training?"),
         (
             "metrics: {§zzz: 3}",
@@ -175,6 +180,28 @@ def test_a_wrong_value_is_told_with_its_place(tmp_path: Path, text: str, key: st
     text, place = marked(text)
     found = loaded(tmp_path, text).found
     assert [str(one.problem) for one in found] == [f"{tmp_path}/run.yaml:{place}: {key}: {message}"]
+
+
+INTEGERS = [key for key in legal_keys() if schema_at(tuple(key.split("."))).get("type") == "integer"]
+
+
+@pytest.mark.parametrize("key", INTEGERS)
+def test_an_integer_that_no_file_holds_is_too_large_to_the_digit(key: str, tmp_path: Path) -> None:
+    for value, what in (
+        ("9223372036854775808", "is 9223372036854775808, too large; at most 9223372036854775807"),
+        ("123456789012345678901234567890", "is 123456789012345678901234567890, too large; at most 9223372036854775807"),
+        ("1e30", "is 1e+30, too large; at most 9223372036854775807"),
+    ):
+        text = value
+        for name in reversed(key.split(".")):
+            text = f"{{{name}: {text}}}"
+        found = loaded(tmp_path, text).found
+        assert [str(one.problem).partition(": ")[2] for one in found] == [f"{key}: {what}"]
+
+
+def test_a_large_integer_is_a_number_where_one_is_needed(tmp_path: Path) -> None:
+    run_file = loaded(tmp_path, "optimizer: {lr: 10000000000000000000000}")
+    assert run_file.found == () and run_file.config.optimizer.lr == 1e22
 
 
 def test_a_file_of_mistakes_tells_them_all(tmp_path: Path) -> None:

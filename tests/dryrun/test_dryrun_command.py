@@ -145,7 +145,7 @@ def test_a_full_device_is_told(
     said = []
     with FULL.open("w", buffering=1 << 10) as full:
         monkeypatch.setattr("sys.stdout", full)
-        monkeypatch.setattr("koushi.cli._leave_stdout", lambda: said.append("left"))
+        monkeypatch.setattr("koushi.cli._leave", lambda stream: said.append("left"))
         code = run(str(path), "--json")
         monkeypatch.undo()
         with contextlib.suppress(OSError):

@@ -89,6 +89,48 @@ def test_bytes_that_were_audited_are_compared(folder: Path) -> None:
     assert "not measured" not in text and "1.00" in text
 
 
+def ranks_at(step: int, *memory: int) -> dict[str, object]:
+    places = [f"tp={rank}" for rank in range(len(memory))]
+    return {"step": step, "waited_seconds": [0.5] * len(memory), "memory_bytes": memory, "coordinates": places}
+
+
+def test_a_layout_that_a_run_went_on_with_is_marked(browser: Browser, folder: Path) -> None:
+    steps = [row(step, step_seconds=9.0 if step < 5 else 3.0, tokens_per_second=50.0 + step) for step in range(1, 9)]
+    write(folder / "metrics.jsonl", *steps)
+    write(
+        folder / "ranks.jsonl",
+        {"step": 0, "layout": "[tp=1]"},
+        ranks_at(2, 7 << 20),
+        {"step": 2, "layout": "[tp=1]"},  # stopped, and as before
+        {"step": 6, "layout": "[tp=8]"},  # and back to an earlier checkpoint
+        {"step": 4, "layout": "[tp=<2>]"},
+        ranks_at(8, 1 << 20, 2 << 20),
+    )
+    run = read_run(folder)
+    assert run.layouts == ((0, "[tp=1]"), (4, "[tp=<2>]"))
+    assert run.step_seconds == 3.0 and run.rate == 57.0
+    assert run.ranks is not None and run.ranks["memory_bytes"] == (1 << 20, 2 << 20)
+    path = folder / "page.html"
+    path.write_text(run_page(run), encoding="utf-8")
+    opened = Watched(browser, path)
+    text = opened.page.inner_text("body")
+    assert "steps 1 to 4\t[tp=1]\nfrom step 5 on\t[tp=<2>]" in text
+    assert opened.page.locator("path.mark").count() == 4
+    assert opened.problems == []
+    opened.page.close()
+
+
+def test_ranks_of_the_layout_before_are_not_shown_as_the_last_ones(folder: Path) -> None:
+    began = {"step": 2, "layout": "[tp=2]"}
+    write(folder / "ranks.jsonl", {"step": 0, "layout": "[tp=1]"}, ranks_at(2, 7 << 20), began)
+    run = read_run(folder)
+    assert run.ranks is None and run.step_seconds == 2.0
+    write(folder / "ranks.jsonl", {"step": 0, "layout": "[tp=1]"}, ranks_at(2, 7 << 20), began | {"layout": "[tp=1]"})
+    run = read_run(folder)
+    assert run.ranks is not None and len(run.layouts) == 1
+    assert "path class" not in run_page(run).replace('path class="grid"', "")
+
+
 def test_the_command_writes_into_the_folder_or_elsewhere(folder: Path, tmp_path: Path) -> None:
     found = CliRunner().invoke(commands, ["report", str(folder)])
     assert found.exit_code == 0, found.output

@@ -22,6 +22,7 @@ from koushi.plan.plan import plan
 from koushi.plan.text import verdict
 from koushi.plan.workload import of_job
 from koushi.setup.run_file import WIDEST, init
+from koushi.units import counted
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("model", PRESETS)
 def test_it_is_legal_for_every_preset(model: str, devices: int | None, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    said = init(path, model, devices)
+    said, fits = init(path, model, devices)
     job = check(load(path))
     assert job.model_name == model
     assert job.mesh.world_size == (devices or job.mesh.world_size)
@@ -38,11 +39,36 @@ def test_it_is_legal_for_every_preset(model: str, devices: int | None, tmp_path:
     assert str(job.mesh) in said
     assert f"koushi plan {path}" in said.partition("next: ")[2]
     found = plan(of_job(job), hardware_of(job))
-    unfit = f"on h100-sxm-80gb, if that is meant, it {verdict(found)}\n"
+    unfit = f"on h100-sxm-80gb, which is assumed where --hardware names none, it {verdict(found)}\n"
     assert (unfit in said) is (not found.fits or found.tight)
+    assert fits is found.fits and ("koushi train" in said or "koushi launch" in said) is fits
+    if not fits:
+        assert f"\nno layout of {counted(job.mesh.world_size, 'device')} fits" in said
     if model != "llama3-debug":
         assert job.config.precision.compute == "bfloat16"
         assert job.config.checkpoint.every > 0
+
+
+def test_what_the_rule_of_thumb_makes_too_large_is_written_as_what_fits(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    said, fits = init(path, "llama3-8b", 2)
+    job = check(load(path))
+    assert fits and plan(of_job(job), hardware_of(job)).fits and job.mesh.world_size == 2
+    assert "\nso that it fits, it has --tp 2 training.recompute=full\n" in said
+    assert "koushi train" in said and check(load(path, ["--tp", "1"])).mesh.degree("dp_shard") == 2
+    assert all("#" in line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("  "))
+
+
+def test_hardware_of_ones_own_choice(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    said, fits = init(path, "llama3-8b", 2, "b200")
+    assert fits and check(load(path)).config.run.hardware == "b200" and "assumed" not in said
+    with pytest.raises(ConfigError, match="no hardware is called 'nah'"):
+        init(tmp_path / "other.yaml", "llama3-8b", 2, "nah")
+    assert not (tmp_path / "other.yaml").exists()
+    small, _ = init(tmp_path / "small.yaml", "llama3-8b", None, "a100-sxm-40gb")
+    large, _ = init(tmp_path / "large.yaml", "llama3-8b", None, "h100-sxm-80gb")
+    assert "on 16 devices" in small and "on 8 devices" in large
 
 
 def test_comments_are_the_schemas_words(tmp_path: Path) -> None:
@@ -85,7 +111,7 @@ def test_degrees_can_come_from_elsewhere(tmp_path: Path) -> None:
         return MeshSpec.of(pp=2, dp_shard=devices // 2)
 
     path = tmp_path / "run.yaml"
-    init(path, "llama3-1b", 6, choose)
+    init(path, "llama3-1b", 6, choose=choose)
     job = check(load(path))
     assert str(job.mesh) == "[pp=2, dp_replicate=1, dp_shard=3, cp=1, tp=1]"
     assert job.microbatches >= 8

@@ -101,3 +101,12 @@ def test_the_traceback_begins_in_the_worker_with_its_causes_and_notes() -> None:
     assert account.details.count("in worker") == 2
     assert "a note" in account.details
     assert "test_the_traceback_begins" not in account.details.split("direct cause")[1].split("in worker")[0]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_an_output_that_nobody_reads_needs_no_traceback(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("koushi.train.failures.reader_gone", lambda: gone)
+    found = report(0, BrokenPipeError(32, "Broken pipe"))
+    assert (found.headline == "nothing reads the run's output any more") is gone
+    assert (found.details == "") is gone
+    assert not found.consequence

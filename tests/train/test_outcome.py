@@ -27,7 +27,8 @@ def test_a_run_is_held_against_its_plan(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     folder = tmp_path / "runs" / "tiny"
     said = json.loads((folder / "predicted.json").read_text(encoding="utf-8"))
-    (row,) = (json.loads(line) for line in (folder / "ranks.jsonl").read_text(encoding="utf-8").splitlines())
+    began, row = (json.loads(line) for line in (folder / "ranks.jsonl").read_text(encoding="utf-8").splitlines())
+    assert began == {"step": 0, "layout": "[pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1]"}
     assert said["hardware"] == "cpu" and said["step_seconds"] > 0 and said["memory_bytes"] > 0
     assert row["step"] == 3 and row["bytes"] == said["bytes"] and set(said["bytes"]) == {"dp_shard"}
     assert row["coordinates"] == ["dp_shard=0", "dp_shard=1"]

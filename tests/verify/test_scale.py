@@ -22,8 +22,17 @@ from koushi.mesh import MeshSpec
 from koushi.models.llama.flops import parameter_count
 from koushi.models.llama.layout import kv_placement
 from koushi.models.llama.sizes import PRESETS
+from koushi.optim.schedule import learning_rate
 from koushi.schedules import SCHEDULES
-from koushi.verify.scale import MOST_PARAMETERS, MOST_RANKS, MOST_STEP_TOKENS, scale_down, single_process
+from koushi.verify.scale import (
+    LEAST_RATE,
+    MOST_PARAMETERS,
+    MOST_RANKS,
+    MOST_STEP_TOKENS,
+    scale_down,
+    single_process,
+    with_updates,
+)
 
 Degrees = tuple[int, int, int, int]
 """pp, dp_replicate, dp_shard, tp."""
@@ -228,3 +237,27 @@ def test_one_process_trains_the_same_model_on_the_same_samples(tmp_path: Path) -
     path = tmp_path / "alone.yaml"
     write_resolved(alone.config, path)
     assert check(load(path)).mesh == MeshSpec.of()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "least"),
+    [
+        (("optimizer.lr=1e-3", "training.steps=500"), 3, None),
+        (("optimizer.lr=8e-5", "training.steps=5000"), 1, "8e-05"),
+        (("optimizer.lr=1e-3", "lr_schedule.warmup_steps=2", "training.steps=5"), 1, None),
+        (("optimizer.lr=1e-3", "lr_schedule.warmup_steps=100", "training.steps=500"), 3, "1e-05"),
+        (("optimizer.lr=1e-3", "lr_schedule.min_lr_ratio=0.0", "training.steps=2"), 3, "0"),
+    ],
+)
+def test_every_step_updates_enough_to_be_seen(
+    overrides: tuple[str, ...], steps: int, least: str | None, tmp_path: Path
+) -> None:
+    job = tiny_job(tmp_path, "lr_schedule.decay=cosine", *overrides)
+    moving, notes = with_updates(job, steps)
+    config = moving.config
+    rates = [
+        learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_schedule) for step in range(steps)
+    ]
+    assert min(rates) >= LEAST_RATE
+    assert notes == ([] if least is None else [f"learning rate {least} at the least -> 0.001 throughout"])
+    assert least is not None or moving == job

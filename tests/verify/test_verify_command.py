@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,20 @@ from koushi.cli import main
 from koushi.errors import VerifyError
 from koushi.optim.adamw import AdamW
 from koushi.parallel import gradients
-from koushi.verify.command import verify
+from koushi.verify.command import PlainConsole, verify
 from koushi.verify.compare import KINDS
 
 VERDICT = "the layout does not change the maths"
+
+
+class Unread(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_pipe_that_nobody_reads_is_left_to_the_command_line() -> None:
+    with pytest.raises(BrokenPipeError):
+        PlainConsole(file=Unread()).print("a line")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +102,39 @@ def test_replicas_that_part_are_told_although_within_tolerance(
     assert "DIFFERS" not in output
     assert "parameter norm.weight 1: rank 1 holds other numbers" in output
     assert VERDICT not in output
+
+
+def idle(patch: pytest.MonkeyPatch) -> None:
+    """One rank of a lattice never updates its parameters."""
+    original = AdamW.step
+
+    def step(self: AdamW, values: Any, *rest: Any) -> None:
+        before = {name: value.clone() for name, value in values.items()}
+        original(self, values, *rest)
+        if dist.get_world_size() > 1 and dist.get_rank() == 1:
+            for name, value in values.items():
+                value.copy_(before[name])
+
+    patch.setattr(AdamW, "step", step)
+
+
+SLOW = ["optimizer.lr=8e-5", "lr_schedule.warmup_steps=2000", "training.steps=5000"]
+
+
+def test_an_update_that_is_never_made_is_seen_in_warm_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    idle(monkeypatch)
+    with pytest.raises(VerifyError, match=r"does not train as one process does: .*parameter"):
+        verify(tiny_file(tmp_path), ["--pp", "2", *SLOW], steps=1)
+    assert "learning rate 4e-08 at the least -> 0.001 throughout" in capfd.readouterr().out
+
+
+def test_steps_that_move_nothing_prove_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(VerifyError, match=r"nothing shows that parameters are updated alike: \S+ moves by 0e\+00"):
+        verify(tiny_file(tmp_path), ["optimizer.eps=1e12", "optimizer.weight_decay=0"], steps=1)
+    output = capfd.readouterr().out
+    assert "DIFFERS" not in output and VERDICT not in output
 
 
 def test_the_command_ends_with_the_verdict(

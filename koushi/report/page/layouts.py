@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from koushi.check.check import check
+from koushi.check.check import check_afar
 from koushi.check.rule import DP_REPLICATE, DP_SHARD, PER_STAGE, PP, TP, WORLD
 from koushi.config.load import RunFile
 from koushi.config.source import Place
@@ -56,7 +56,7 @@ def reach(run_file: RunFile, job: Job) -> Iterator[Reached]:
                     yield Reached(degrees, job)
                     continue
                 try:
-                    yield Reached(degrees, check(_moved(run_file, degrees, job)))
+                    yield Reached(degrees, check_afar(_moved(run_file, degrees, job))[0])
                 except ConfigError as error:
                     text = "\n".join(f"{one.key}: {one.what}; {one.legal}" for one in error.problems)
                     yield Reached(degrees, None, text)

@@ -8,8 +8,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from koushi.report.run.measured import Measured, Row
-from koushi.report.run.svg import Series, line_chart
+from koushi.report.run.measured import Began, Measured, Row
+from koushi.report.run.svg import Mark, Series, line_chart
 from koushi.units import bytes_text, count_text, seconds_text
 
 BLUE, ORANGE, GREEN = "var(--pp)", "var(--tp)", "var(--dp_shard)"
@@ -63,6 +63,7 @@ def _course(run: Measured) -> str:
     if run.validations:
         loss.append(Series("validation loss", points(run.validations, "validation_loss"), ORANGE, dashed=True))
     rate = Series("tokens/s", points(run.steps, "tokens_per_second"), GREEN)
+    marks = [Mark(one.step, one.layout) for one in run.layouts[1:]]
     charts = (
         (said("Loss", "損失"), "loss", loss),
         (said("Gradient norm", "勾配ノルム"), "gradient norm", [Series("", points(run.steps, "grad_norm"), ORANGE)]),
@@ -70,10 +71,32 @@ def _course(run: Measured) -> str:
         (said("Learning rate", "学習率"), "learning rate", [Series("", points(run.steps, "lr"), BLUE)]),
     )
     shown = "".join(
-        f"<figure><figcaption>{title}{_key(series)}</figcaption>{line_chart(label, series)}</figure>"
+        f"<figure><figcaption>{title}{_key(series)}</figcaption>{line_chart(label, series, marks)}</figure>"
         for title, label, series in charts
     )
-    return f'<section><h2>{said("Its course", "経過")}</h2><div class="charts">{shown}</div></section>'
+    title = f"<h2>{said('Its course', '経過')}</h2>"
+    return f'<section>{title}{_layouts(run.layouts)}<div class="charts">{shown}</div></section>'
+
+
+def _layouts(layouts: Sequence[Began]) -> str:
+    """The steps of each, where the run went on with another."""
+    if len(layouts) < 2:
+        return ""
+    ends = [one.step for one in layouts[1:]]
+    rows = [
+        f"<tr><td>{said(f'steps {one.step + 1:,} to {end:,}', f'ステップ {one.step + 1:,} から {end:,}')}</td>"
+        f"<td>{escape(one.layout)}</td></tr>"
+        for one, end in zip(layouts, ends, strict=False)
+    ]
+    last = layouts[-1]
+    since = said(f"from step {last.step + 1:,} on", f"ステップ {last.step + 1:,} 以降")
+    rows.append(f"<tr><td>{since}</td><td>{escape(last.layout)}</td></tr>")
+    hint = said(
+        "The run went on with another layout where a line goes through the charts. Figures of steps and ranks are of "
+        "the last one.",
+        "図の縦線のところで、別のレイアウトで続けた。ステップとランクの数値は、最後のレイアウトのもの。",
+    )
+    return f'<p class="hint">{hint}</p><table>{"".join(rows)}</table>'
 
 
 def _key(series: Sequence[Series]) -> str:

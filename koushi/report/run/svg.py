@@ -23,8 +23,16 @@ class Series:
     dashed: bool = False
 
 
-def line_chart(label: str, series: Sequence[Series]) -> str:
-    """Lines over a common x, which is a step; points that aren't finite are left out."""
+@dataclass(frozen=True)
+class Mark:
+    """A step at which something changed, drawn through the whole chart."""
+
+    x: float
+    what: str
+
+
+def line_chart(label: str, series: Sequence[Series], marks: Sequence[Mark] = ()) -> str:
+    """Lines over a common x, which is a step; points that aren't finite are left out, and marks outside of all."""
     kept = [(one, [(x, y) for x, y in one.points if isfinite(y)]) for one in series]
     everything = [point for _, points in kept for point in points]
     if not everything:
@@ -45,6 +53,10 @@ def line_chart(label: str, series: Sequence[Series]) -> str:
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 3:.1f}" text-anchor="end">{tick_text(tick)}</text>')
     for x, anchor in ((left, "start"), (right, "end")):
         parts.append(f'<text x="{at(x, low)[0]:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{x:g}</text>')
+    for mark in marks:
+        if left <= mark.x <= right:
+            line = f"M{at(mark.x, low)[0]:.1f} {_TOP}V{HEIGHT - _BOTTOM}"
+            parts.append(f'<path class="mark" d="{line}"><title>{escape(mark.what)}</title></path>')
     for one, points in kept:
         if not points:
             continue
