@@ -67,6 +67,6 @@ def by_cost(model: Transformer, n_stages: int) -> tuple[int, ...]:
     for _ in range(model.n_layers):
         counts[stage] += 1
         cost += layer
-        if cost * n_stages > total * (stage + 1):
+        if cost * n_stages >= total * (stage + 1):
             stage += 1
     return tuple(counts)

@@ -135,6 +135,7 @@ def _nanotron(row: Row) -> Described:
         overlap_data_parallel=row.zero_stage == 0,
         gathers_update="at_once",
         host_operations=NANOTRON_OPERATIONS,
+        softmax_loss=True,
     )
     return Described(_zero1(row, system), "bfloat16", "float32", "none")
 

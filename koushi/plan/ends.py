@@ -30,6 +30,7 @@ class EndShape:
     loss_chunks: int
     distributed_loss: bool
     compiled_loss: bool
+    softmax_loss: bool
 
 
 @cache
@@ -90,6 +91,8 @@ def loss_operations(shape: EndShape) -> tuple[Op, ...]:
     logits = logits_bytes(shape)
     if shape.compiled_loss:
         return (Op("loss", 0, ("x",), ("x",), hidden=tokens * TOKEN, gives=(("x", logits),), kind=LOGITS),)
+    if shape.softmax_loss:
+        return _softmax_loss(tokens, logits, logits * max(4, width) // width)
     if shape.block.tp > 1 and shape.loss_parallel and shape.distributed_loss:
         return _distributed_loss(logits, logits * max(4, width) // width)
     if shape.block.tp > 1 and shape.loss_parallel:
@@ -111,6 +114,14 @@ def _plain_loss(logits: int, whole: int, wide: int) -> tuple[Op, ...]:
     log_softmax = Op("log_probabilities", wide, (flat,), ("log_probabilities",), gives=((flat, wide),), kind=LOGITS)
     loss = Op("loss", 0, ("log_probabilities", flat, "x"), gives=(("log_probabilities", wide),), kind=LOGITS)
     return (*ops, log_softmax, replace(loss, saves=("log_probabilities",)))
+
+
+def _softmax_loss(tokens: int, logits: int, wide: int) -> tuple[Op, ...]:
+    """nanotron's ``sharded_cross_entropy``: the logits go once they are cast to w; their softmax is kept, and backward
+    makes it their gradient in place."""
+    cast = Op("wide", wide, ("x",), gives=(("x", logits),), kind=LOGITS)
+    kept = wide + tokens * (TOKEN + 1)
+    return (cast, Op("loss", 0, ("wide",), hidden=kept, gives=(("wide", wide),), kind=LOGITS))
 
 
 def _vocabulary_loss(tokens: int, logits: int, wide: int) -> Op:

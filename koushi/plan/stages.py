@@ -67,6 +67,7 @@ def _common(workload: Workload, device: Device) -> StageShape:
         system.loss_chunks,
         system.distributed_loss,
         system.compiled_loss,
+        system.softmax_loss,
     )
     return StageShape(
         ends=ends,

@@ -133,6 +133,8 @@ class System:
     """Whether the loss of logits cut along the vocabulary is torch's ``loss_parallel``, which makes two more arrays."""
     compiled_loss: bool = False
     """Whether a compiler makes one kernel of the loss, which reads the logits and writes their gradient."""
+    softmax_loss: bool = False
+    """Whether the loss lets go of the logits once they are cast to float32, and keeps their softmax alone."""
     loss_chunks: int = 1
     """Pieces of the sequence that logits and loss are computed in, one after the other."""
 
