@@ -72,6 +72,18 @@ CUDNN_FIRST = "2025-10"
 """Since about then torchtitan's ``models/attention.py`` asks for cuDNN's attention before FlashAttention-2."""
 
 
+WHOLE_GRAPH = ("graph_trainer", "_inductor")
+"""Words of the notes: torchtitan's graph_trainer, which traces forward, loss and backward into one graph."""
+LOSS_BY_HEAD = "2026-04"
+"""Since then torchtitan's loss in pieces takes the output projection of each by itself (its pull request 2937); before, it
+cut logits that were there whole (996)."""
+
+
+def _traced(row: Row) -> bool:
+    """Whether a compiler has forward and backward as graphs: they keep nothing that backward doesn't read."""
+    return "SimpleFSDP" in row.notes or any(word in row.notes for word in WHOLE_GRAPH)
+
+
 def _torchtitan(row: Row) -> Described:
     float8 = row.precision.startswith(("fp8", "mxfp8"))
     system = System(fused=bool(row.compiled) or float8, overlap_tensor_parallel="asynctp" in row.notes.lower())
@@ -86,7 +98,7 @@ def _torchtitan(row: Row) -> Described:
         distributed_loss=True,
         expandable_segments=True,
     )
-    if any(word in row.notes for word in ("SimpleFSDP", "graph_trainer", "_inductor")):
+    if _traced(row):
         system = replace(system, own_streams=False)
     elif row.compiled and row.date >= COMPILED_LOSS:
         system = replace(system, compiled_loss=True)
@@ -289,7 +301,8 @@ def _modes(row: Row, base: Described) -> Described:
         base.system,
         float8=row.precision.startswith(("fp8", "mxfp8")),
         loss_chunks=8 if "chunked CE" in row.notes else 1,
-        keeps_every_output=True,
+        whole_logits=row.date < LOSS_BY_HEAD,
+        keeps_every_output=not _traced(row),
     )
     recompute: Recompute = base.recompute
     if row.recompute in FULL:
@@ -305,6 +318,7 @@ def _modes(row: Row, base: Described) -> Described:
     elif row.recompute.startswith("selective"):
         recompute = "selective"
     if recompute == "selective" and name_of(row) == "torchtitan":
-        # torchtitan keeps the output of every other matmul.
-        system = replace(system, kept_matmuls=0.5)
+        # torchtitan keeps the output of every other matmul, its graph_trainer that of each (``memory_policy.py``).
+        every = any(word in row.notes for word in WHOLE_GRAPH)
+        system = replace(system, kept_matmuls=1.0 if every else 0.5)
     return replace(base, system=system, recompute=recompute)

@@ -28,6 +28,7 @@ class EndShape:
     """The dtype the embedding's table is looked up in."""
     loss_parallel: bool
     loss_chunks: int
+    whole_logits: bool
     distributed_loss: bool
     compiled_loss: bool
     softmax_loss: bool
@@ -81,7 +82,7 @@ def logits_bytes(shape: EndShape) -> int:
 
 
 def _tokens_at_a_time(shape: EndShape) -> int:
-    return -(-shape.block.samples * shape.block.seq_len // shape.loss_chunks)
+    return -(-shape.block.samples * shape.block.seq_len // (1 if shape.whole_logits else shape.loss_chunks))
 
 
 @cache
@@ -98,7 +99,10 @@ def loss_operations(shape: EndShape) -> tuple[Op, ...]:
     if shape.block.tp > 1 and shape.loss_parallel:
         return (_vocabulary_loss(tokens, logits, logits * max(4, width) // width),)
     whole = tokens * shape.vocab_size * width
-    return _plain_loss(logits, whole, whole * max(4, width) // width)
+    wide = whole * max(4, width) // width
+    if shape.whole_logits and shape.loss_chunks > 1:
+        return (_loss_in_pieces(logits, wide, shape.loss_chunks),)
+    return _plain_loss(logits, whole, wide)
 
 
 def _plain_loss(logits: int, whole: int, wide: int) -> tuple[Op, ...]:
@@ -114,6 +118,11 @@ def _plain_loss(logits: int, whole: int, wide: int) -> tuple[Op, ...]:
     log_softmax = Op("log_probabilities", wide, (flat,), ("log_probabilities",), gives=((flat, wide),), kind=LOGITS)
     loss = Op("loss", 0, ("log_probabilities", flat, "x"), gives=(("log_probabilities", wide),), kind=LOGITS)
     return (*ops, log_softmax, replace(loss, saves=("log_probabilities",)))
+
+
+def _loss_in_pieces(logits: int, wide: int, pieces: int) -> Op:
+    """cross_entropy of one piece of whole logits after the other: the log-softmax of all is kept, all else is a piece's."""
+    return Op("loss", 0, ("x",), hidden=wide, work=wide // pieces, gives=(("x", logits),), kind=LOGITS)
 
 
 def _softmax_loss(tokens: int, logits: int, wide: int) -> tuple[Op, ...]:

@@ -137,6 +137,8 @@ class System:
     """Whether the loss lets go of the logits once they are cast to float32, and keeps their softmax alone."""
     loss_chunks: int = 1
     """Pieces of the sequence that logits and loss are computed in, one after the other."""
+    whole_logits: bool = False
+    """Whether only the loss is in pieces, of logits that are there whole."""
 
 
 @dataclass(frozen=True)
