@@ -128,12 +128,6 @@ NANOTRON_OPERATIONS = 285.0
 """Read off its runs with tp 2, 4 and 8 and one sample at a time: 4.4 ms per block whatever the model's size."""
 
 
-def _later_nanotron(row: Row) -> bool:
-    """Whether a run is of the version that gathers again in backward. No row says; most rows with two stages on
-    several nodes, and with tp 32 and a pipeline, have only the memory for that."""
-    return (row.pp == 2 and (row.gpus or 0) > 8) or ((row.tp or 1) > 16 and (row.pp or 1) > 1)
-
-
 def _nanotron(row: Row) -> Described:
     system = System(
         sequence_parallel=_cut_sequence(row, True),
@@ -143,7 +137,8 @@ def _nanotron(row: Row) -> Described:
         # DDP's buckets, in bfloat16.
         copies=2.0 if (row.dp_replicate or 1) * (row.dp_shard or 1) > 1 else 0.0,
         fused_projections=True,
-        keeps_gathered=not _later_nanotron(row),
+        keeps_gathered=False,
+        gathers_beside=True,
         overlap_data_parallel=row.zero_stage == 0,
         gathers_update="at_once",
         host_operations=NANOTRON_OPERATIONS,
