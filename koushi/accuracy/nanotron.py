@@ -1,7 +1,7 @@
-"""How far nanotron's host runs ahead of its devices, what memory that takes, and which of its times say nothing. No torch.
+"""How far nanotron's host runs ahead of its devices, what memory that takes, which of its times say nothing. No torch.
 
-Its tensor parallel gathers again in backward and keeps nothing that was gathered. But NCCL's operations run on a stream of
-their own, and torch's allocator gives what they have used to nobody else before that stream is through with it
+Its tensor parallel gathers again in backward and keeps nothing that was gathered. But NCCL's operations run on a stream
+of their own, and torch's allocator gives what they have used to nobody else before that stream is through with it
 (``record_stream``; torch's pull request 76861, torchtitan's ``docs/composability.md``). Where the host launches faster
 than the device works, whole sequences that have been added up pile up: two for every block launched ahead.
 """
@@ -20,9 +20,11 @@ from koushi.plan.workload import Workload
 LAUNCHES_AHEAD = 1024
 """So many launches CUDA takes before the host has to wait (measured: stackoverflow.com/questions/53970187)."""
 LAUNCHES_PER_BLOCK = 40
-"""Of a block's forward in nanotron's ``models/llama.py``, by counting its kernels and collectives."""
+"""About, of a block's forward in nanotron's ``models/llama.py``: 32 kernels and collectives, and what orders them."""
 STALLED: Mapping[int, float] = {2: 7.7e-3, 4: 12.5e-3, 8: 20.8e-3, 16: 46e-3, 32: 115e-3}
-"""Seconds of the host per block and microbatch by tp where a pipeline crosses nodes, whatever the model: docs/accuracy.md."""
+"""Seconds of the host per block and microbatch by tp where a pipeline crosses nodes, whatever the model.
+
+docs/accuracy.md has them beside those of other runs."""
 
 NEARLY_FULL = 0.9
 TOLD_APART = 0.12
@@ -40,9 +42,9 @@ def _queued(workload: Workload, hardware: Hardware) -> int:
     """Forwards of blocks that there are to be ahead with.
 
     Without a pipeline, those of a microbatch and of the one before it, if there is one. In a pipeline, those of the
-    microbatches in flight. Where its host is the slower, the device waits for it, but for the forwards that a stage launches
-    while what it sends is waited for: all in flight but the first, which is sent at once, and the second, which is worked
-    on meanwhile.
+    microbatches in flight. Where its host is the slower, the device keeps step, but for the forwards that a stage
+    launches while what it sends is waited for: of all in flight but the first, which is sent at once, and the second,
+    which it works on meanwhile. That it is these two was read off the rows.
     """
     layers, pp = workload.stage_layers[0], workload.mesh.degree("pp")
     if pp == 1:
@@ -68,10 +70,10 @@ def untimely(row: Row, workload: Workload, hardware: Hardware) -> str | None:
     """Why the time of a run is none of hardware and layout.
 
     With tp and a pipeline that crosses nodes, each block and microbatch took as long as ``STALLED`` says, whatever the
-    model's size from 1B to 80B, where runs within a node or without a pipeline took 4.4 ms (8 and 15 at tp 16 and 32): a
-    defect. Runs without a pipeline whose memory shows that their host was never ahead took up to five times as long as their
-    likes: the same. Runs that came within a tenth of the device's memory took 3 to 10 times as long: the allocator gave back
-    and asked again in every step.
+    model's size from 1B to 80B, where runs within a node or without a pipeline took 4.4 ms (8 and 15 at tp 16 and 32):
+    a defect. Runs without a pipeline whose memory shows that their host was never ahead took up to five times as long
+    as their likes: the same. Runs that came within a tenth of the device's memory took 3 to 10 times as long: the
+    allocator gave back and asked again in every step.
     """
     if _crosses(workload, hardware):
         return "time only: its pipeline between nodes stalls tensor parallel"

@@ -75,8 +75,8 @@ CUDNN_FIRST = "2025-10"
 WHOLE_GRAPH = ("graph_trainer", "_inductor")
 """Words of the notes: torchtitan's graph_trainer, which traces forward, loss and backward into one graph."""
 LOSS_BY_HEAD = "2026-04"
-"""Since then torchtitan's loss in pieces takes the output projection of each by itself (its pull request 2937); before, it
-cut logits that were there whole (996)."""
+"""Since then torchtitan's loss in pieces takes the output projection of each by itself (its pull request 2937); before,
+it cut logits that were there whole (996)."""
 
 
 def _traced(row: Row) -> bool:
@@ -292,11 +292,12 @@ NONE = ("none", "disabled", "off", "false", "no")
 
 def _modes(row: Row, base: Described) -> Described:
     """With the row's own recompute, precision and pieces of the loss."""
+    in_pieces = "chunked CE" in row.notes
     system = replace(
         base.system,
         float8=row.precision.startswith(("fp8", "mxfp8")),
-        loss_chunks=8 if "chunked CE" in row.notes else 1,
-        whole_logits=row.date < LOSS_BY_HEAD,
+        loss_chunks=8 if in_pieces else 1,
+        whole_logits=in_pieces and row.date < LOSS_BY_HEAD,
         keeps_every_output=not _traced(row),
     )
     recompute: Recompute = base.recompute

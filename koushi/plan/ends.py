@@ -121,7 +121,7 @@ def _plain_loss(logits: int, whole: int, wide: int) -> tuple[Op, ...]:
 
 
 def _loss_in_pieces(logits: int, wide: int, pieces: int) -> Op:
-    """cross_entropy of one piece of whole logits after the other: the log-softmax of all is kept, all else is a piece's."""
+    """cross_entropy of whole logits, piece by piece: the log-softmax of all is kept, all else is a piece's."""
     return Op("loss", 0, ("x",), hidden=wide, work=wide // pieces, gives=(("x", logits),), kind=LOGITS)
 
 

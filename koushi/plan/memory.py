@@ -141,7 +141,8 @@ def states(workload: Workload, stage: Stage) -> list[tuple[int, int]]:
 
 
 def _besides(workload: Workload, stages: Sequence[Alike]) -> int:
-    """Bytes of other systems' flat buffers, of what their collectives are not through with, and what they hold throughout."""
+    """Bytes of other systems' flat buffers, of what their collectives aren't through with, and of all they hold
+    throughout."""
     mesh, system = workload.mesh, workload.system
     owners = mesh.degree("dp_replicate", "dp_shard", "cp") if system.sharding == "optimizer" else 1
     updated = sum(one.count * one.stage.whole for one in stages) / owners
