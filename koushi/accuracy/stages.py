@@ -56,7 +56,7 @@ def stage_layers(row: Row, model: Transformer, system: str, n_stages: int) -> tu
 
 
 def by_cost(model: Transformer, n_stages: int) -> tuple[int, ...]:
-    """As nanotron's ``build_model`` does: a rank takes blocks until its share of the multiplications is exceeded.
+    """As nanotron's ``build_model`` does: a rank takes blocks until its share of the multiplications is met.
 
     The output projection counts, the embedding does not. Ranks past the last block have no layers.
     """
