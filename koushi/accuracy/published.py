@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from koushi.accuracy.models import transformer
+from koushi.accuracy.nanotron import launched_ahead, untimely
 from koushi.accuracy.rows import Row
 from koushi.accuracy.stages import schedule_of, stage_layers
 from koushi.accuracy.systems import MeasuredMemory, describe, measured_first, measured_memory, name_of
 from koushi.errors import ConfigError
 from koushi.hardware.hardware import Hardware, load, names
 from koushi.mesh import MeshSpec
-from koushi.plan.memory import memory
 from koushi.plan.workload import Transformer, Workload
 from koushi.schedules import microbatches_fit
 
@@ -118,7 +118,7 @@ def _alike(run: Run) -> tuple[object, ...]:
             workload,
             mesh=MeshSpec.of(**(degrees | {"dp_replicate": 1})),
             microbatches=1,
-            system=replace(workload.system, sharding="none", overlap_data_parallel=True),
+            system=replace(workload.system, sharding="none", overlap_data_parallel=True, blocks_ahead=0),
         ),
     )
 
@@ -154,8 +154,10 @@ def _run(row: Row, heads: Mapping[tuple[str, int], int]) -> Run | LeftOut:
     workload = _workload(row, model)
     if isinstance(workload, str):
         return LeftOut(row, workload)
-    spoiled = _spoiled(row)
-    stalled = _slowed(row, workload, hardware)
+    spoiled, stalled = _spoiled(row), None
+    if name_of(row) == "nanotron":
+        workload = launched_ahead(workload, hardware)
+        stalled = untimely(row, workload, hardware)
     doubted = spoiled is not None or "looks like a source typo" in row.notes
     stated = _step_seconds(row, workload)
     return Run(
@@ -169,47 +171,6 @@ def _run(row: Row, heads: Mapping[tuple[str, int], int]) -> Run | LeftOut:
         memory_gib=None if doubted else row.memory_gib,
         spoiled=spoiled or stalled,
     )
-
-
-NEARLY_FULL = 0.9
-TOLD_APART = 0.12
-"""Share of its memory by which two versions must differ to be told apart by it."""
-
-
-def _slowed(row: Row, workload: Workload, hardware: Hardware) -> str | None:
-    """Why the time of one of nanotron's runs is none of hardware and layout.
-
-    With tp and a pipeline that crosses nodes, each block and microbatch took 7.7, 12.5, 20.8, 46 and 115 ms at tp 2,
-    4, 8, 16 and 32, whatever the model's size from 1B to 80B, where runs within a node or without a pipeline took
-    4.4 (8 and 15 at tp 16 and 32): a defect. Its version gathers again in backward, which runs without a pipeline
-    show by their memory: those, too, took up to five times as long as their likes. Runs that came within a tenth of
-    the device's memory took 3 to 10 times as long: the allocator gave back and asked again in every step.
-    """
-    if name_of(row) != "nanotron":
-        return None
-    mesh = workload.mesh
-    crosses = mesh.world_size > hardware.devices_per_node
-    if crosses and mesh.degree("pp") > 1 and mesh.degree("tp") > 1:
-        return "time only: its pipeline between nodes stalls tensor parallel"
-    if (row.memory_gib or 0.0) > NEARLY_FULL * hardware.chip.memory_gib:
-        return "time only: nearly out of memory"
-    if mesh.degree("pp") == 1 and _gathers_again(row, workload, hardware):
-        return "time only: by its memory of the version that stalls tensor parallel"
-    return None
-
-
-def _gathers_again(row: Row, workload: Workload, hardware: Hardware) -> bool:
-    """Whether a run must have gathered again in backward: it had not the memory to keep what was gathered, or its
-    memory is nearer to that of doing without."""
-    if workload.mesh.degree("tp") == 1 or row.memory_gib is None:
-        return False
-    kept, again = (
-        memory(replace(workload, system=replace(workload.system, keeps_gathered=keeps)), 0, hardware)
-        for keeps in (True, False)
-    )
-    if kept.reserved - again.reserved < TOLD_APART * kept.reserved:
-        return False
-    return kept.device > hardware.chip.memory_bytes or row.memory_gib * 2**30 < (kept.reserved + again.reserved) / 2
 
 
 def _unplanned(row: Row) -> str | None:

@@ -56,7 +56,7 @@ def stage_layers(row: Row, model: Transformer, system: str, n_stages: int) -> tu
 
 
 def by_cost(model: Transformer, n_stages: int) -> tuple[int, ...]:
-    """As nanotron's ``build_model`` does: a rank takes blocks until its share of the multiplications is exceeded.
+    """As nanotron's ``build_model`` does: a rank takes blocks until its share of the multiplications is met.
 
     The output projection counts, the embedding does not. Ranks past the last block have no layers.
     """
@@ -67,6 +67,6 @@ def by_cost(model: Transformer, n_stages: int) -> tuple[int, ...]:
     for _ in range(model.n_layers):
         counts[stage] += 1
         cost += layer
-        if cost * n_stages > total * (stage + 1):
+        if cost * n_stages >= total * (stage + 1):
             stage += 1
     return tuple(counts)

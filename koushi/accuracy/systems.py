@@ -72,6 +72,18 @@ CUDNN_FIRST = "2025-10"
 """Since about then torchtitan's ``models/attention.py`` asks for cuDNN's attention before FlashAttention-2."""
 
 
+WHOLE_GRAPH = ("graph_trainer", "_inductor")
+"""Words of the notes: torchtitan's graph_trainer, which traces forward, loss and backward into one graph."""
+LOSS_BY_HEAD = "2026-04"
+"""Since then torchtitan's loss in pieces takes the output projection of each by itself (its pull request 2937); before,
+it cut logits that were there whole (996)."""
+
+
+def _traced(row: Row) -> bool:
+    """Whether a compiler has forward and backward as graphs: they keep nothing that backward doesn't read."""
+    return "SimpleFSDP" in row.notes or any(word in row.notes for word in WHOLE_GRAPH)
+
+
 def _torchtitan(row: Row) -> Described:
     float8 = row.precision.startswith(("fp8", "mxfp8"))
     system = System(fused=bool(row.compiled) or float8, overlap_tensor_parallel="asynctp" in row.notes.lower())
@@ -86,7 +98,7 @@ def _torchtitan(row: Row) -> Described:
         distributed_loss=True,
         expandable_segments=True,
     )
-    if any(word in row.notes for word in ("SimpleFSDP", "graph_trainer", "_inductor")):
+    if _traced(row):
         system = replace(system, own_streams=False)
     elif row.compiled and row.date >= COMPILED_LOSS:
         system = replace(system, compiled_loss=True)
@@ -116,12 +128,6 @@ NANOTRON_OPERATIONS = 285.0
 """Read off its runs with tp 2, 4 and 8 and one sample at a time: 4.4 ms per block whatever the model's size."""
 
 
-def _later_nanotron(row: Row) -> bool:
-    """Whether a run is of the version that gathers again in backward. No row says; most rows with two stages on
-    several nodes, and with tp 32 and a pipeline, have only the memory for that."""
-    return (row.pp == 2 and (row.gpus or 0) > 8) or ((row.tp or 1) > 16 and (row.pp or 1) > 1)
-
-
 def _nanotron(row: Row) -> Described:
     system = System(
         sequence_parallel=_cut_sequence(row, True),
@@ -131,10 +137,12 @@ def _nanotron(row: Row) -> Described:
         # DDP's buckets, in bfloat16.
         copies=2.0 if (row.dp_replicate or 1) * (row.dp_shard or 1) > 1 else 0.0,
         fused_projections=True,
-        keeps_gathered=not _later_nanotron(row),
+        keeps_gathered=False,
+        gathers_beside=True,
         overlap_data_parallel=row.zero_stage == 0,
         gathers_update="at_once",
         host_operations=NANOTRON_OPERATIONS,
+        softmax_loss=True,
     )
     return Described(_zero1(row, system), "bfloat16", "float32", "none")
 
@@ -285,11 +293,13 @@ NONE = ("none", "disabled", "off", "false", "no")
 
 def _modes(row: Row, base: Described) -> Described:
     """With the row's own recompute, precision and pieces of the loss."""
+    in_pieces = "chunked CE" in row.notes
     system = replace(
         base.system,
         float8=row.precision.startswith(("fp8", "mxfp8")),
-        loss_chunks=8 if "chunked CE" in row.notes else 1,
-        keeps_every_output=True,
+        loss_chunks=8 if in_pieces else 1,
+        whole_logits=in_pieces and row.date < LOSS_BY_HEAD,
+        keeps_every_output=not _traced(row),
     )
     recompute: Recompute = base.recompute
     if row.recompute in FULL:
@@ -305,6 +315,7 @@ def _modes(row: Row, base: Described) -> Described:
     elif row.recompute.startswith("selective"):
         recompute = "selective"
     if recompute == "selective" and name_of(row) == "torchtitan":
-        # torchtitan keeps the output of every other matmul.
-        system = replace(system, kept_matmuls=0.5)
+        # torchtitan keeps the output of every other matmul, its graph_trainer that of each (``memory_policy.py``).
+        every = any(word in row.notes for word in WHOLE_GRAPH)
+        system = replace(system, kept_matmuls=1.0 if every else 0.5)
     return replace(base, system=system, recompute=recompute)

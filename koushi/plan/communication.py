@@ -148,7 +148,7 @@ def _block_backward(workload: Workload) -> dict[Collective, int]:
     if not system.sequence_parallel:
         return {_on_tp(workload, "all_reduce", "backward"): 4 if full else 2}
     gathered_again = 2 if system.keeps_gathered and workload.recompute != "none" else 0
-    if not system.keeps_gathered:
+    if not system.keeps_gathered and not system.gathers_beside:
         gathered_again = 4 if full else 2
     return {
         _on_tp(workload, "all_gather", "backward"): 2 + gathered_again,

@@ -28,8 +28,10 @@ class EndShape:
     """The dtype the embedding's table is looked up in."""
     loss_parallel: bool
     loss_chunks: int
+    whole_logits: bool
     distributed_loss: bool
     compiled_loss: bool
+    softmax_loss: bool
 
 
 @cache
@@ -80,7 +82,7 @@ def logits_bytes(shape: EndShape) -> int:
 
 
 def _tokens_at_a_time(shape: EndShape) -> int:
-    return -(-shape.block.samples * shape.block.seq_len // shape.loss_chunks)
+    return -(-shape.block.samples * shape.block.seq_len // (1 if shape.whole_logits else shape.loss_chunks))
 
 
 @cache
@@ -90,12 +92,17 @@ def loss_operations(shape: EndShape) -> tuple[Op, ...]:
     logits = logits_bytes(shape)
     if shape.compiled_loss:
         return (Op("loss", 0, ("x",), ("x",), hidden=tokens * TOKEN, gives=(("x", logits),), kind=LOGITS),)
+    if shape.softmax_loss:
+        return _softmax_loss(tokens, logits, logits * max(4, width) // width)
     if shape.block.tp > 1 and shape.loss_parallel and shape.distributed_loss:
         return _distributed_loss(logits, logits * max(4, width) // width)
     if shape.block.tp > 1 and shape.loss_parallel:
         return (_vocabulary_loss(tokens, logits, logits * max(4, width) // width),)
     whole = tokens * shape.vocab_size * width
-    return _plain_loss(logits, whole, whole * max(4, width) // width)
+    wide = whole * max(4, width) // width
+    if shape.whole_logits and shape.loss_chunks > 1:
+        return (_loss_in_pieces(logits, wide, shape.loss_chunks),)
+    return _plain_loss(logits, whole, wide)
 
 
 def _plain_loss(logits: int, whole: int, wide: int) -> tuple[Op, ...]:
@@ -111,6 +118,19 @@ def _plain_loss(logits: int, whole: int, wide: int) -> tuple[Op, ...]:
     log_softmax = Op("log_probabilities", wide, (flat,), ("log_probabilities",), gives=((flat, wide),), kind=LOGITS)
     loss = Op("loss", 0, ("log_probabilities", flat, "x"), gives=(("log_probabilities", wide),), kind=LOGITS)
     return (*ops, log_softmax, replace(loss, saves=("log_probabilities",)))
+
+
+def _loss_in_pieces(logits: int, wide: int, pieces: int) -> Op:
+    """cross_entropy of whole logits, piece by piece: the log-softmax of all is kept, all else is a piece's."""
+    return Op("loss", 0, ("x",), hidden=wide, work=wide // pieces, gives=(("x", logits),), kind=LOGITS)
+
+
+def _softmax_loss(tokens: int, logits: int, wide: int) -> tuple[Op, ...]:
+    """nanotron's ``sharded_cross_entropy``: the logits go once they are cast to w; their softmax is kept, and backward
+    makes it their gradient in place."""
+    cast = Op("wide", wide, ("x",), gives=(("x", logits),), kind=LOGITS)
+    kept = wide + tokens * (TOKEN + 1)
+    return (cast, Op("loss", 0, ("wide",), hidden=kept, gives=(("wide", wide),), kind=LOGITS))
 
 
 def _vocabulary_loss(tokens: int, logits: int, wide: int) -> Op:

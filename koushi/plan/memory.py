@@ -8,7 +8,7 @@ has its state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.plan.allocator import fragmentation_bytes, other_peaks_bytes, runtime_bytes
 from koushi.plan.ends import TOKEN
 from koushi.plan.fullest import Alike, alike_stages, pipelined_span
-from koushi.plan.operations import Device
+from koushi.plan.operations import Device, stream_sizes
 from koushi.plan.sharded import step_span
 from koushi.plan.spans import ACTIVATIONS, GRADIENTS, KINDS, NOTHING, OPTIMIZER, PARAMETERS
 from koushi.plan.stages import Stage
@@ -140,12 +140,14 @@ def states(workload: Workload, stage: Stage) -> list[tuple[int, int]]:
     ]
 
 
-def _besides(workload: Workload, stages: Iterable[Alike]) -> int:
-    """Bytes of other systems' flat buffers, and what they hold throughout."""
+def _besides(workload: Workload, stages: Sequence[Alike]) -> int:
+    """Bytes of other systems' flat buffers, of what their collectives aren't through with, and of all they hold
+    throughout."""
     mesh, system = workload.mesh, workload.system
     owners = mesh.degree(*workload.owners, "cp") if workload.owners else 1
     updated = sum(one.count * one.stage.whole for one in stages) / owners
-    return int(updated * system.flat_update) + system.other_bytes
+    waited_for = 2 * system.blocks_ahead * stream_sizes(stages[0].stage.shape.block).region
+    return int(updated * system.flat_update) + system.other_bytes + waited_for
 
 
 def _batch(workload: Workload) -> int:

@@ -65,8 +65,10 @@ def _common(workload: Workload, device: Device) -> StageShape:
         workload.parameters if holder == "parameters" else workload.compute,
         system.loss_parallel,
         system.loss_chunks,
+        system.whole_logits,
         system.distributed_loss,
         system.compiled_loss,
+        system.softmax_loss,
     )
     return StageShape(
         ends=ends,

@@ -64,6 +64,8 @@ class System:
     """Whether activations between tp regions are cut along the sequence."""
     keeps_gathered: bool = True
     """Whether what a tp region has gathered is kept for backward; else it is gathered again, as Megatron does."""
+    gathers_beside: bool = False
+    """Whether that comes beside the matmuls of inputs' gradients, so that it takes no time."""
     loss_parallel: bool = True
     """Whether logits stay cut along the vocabulary."""
     sharding: Literal["fsdp", "optimizer", "none"] = "fsdp"
@@ -122,6 +124,9 @@ class System:
     flat_update: float = 0.0
     """Bytes per updated parameter that the update lays out in flat buffers, too large for what activations left
     behind: DeepSpeed's gradients in float32 and flattened."""
+    blocks_ahead: int = 0
+    """Blocks whose forwards the host has launched ahead of the device. What they have added up over tp is nobody else's
+    until the device is through with it, where NCCL's streams are recorded with tensors (torch's ``record_stream``)."""
     recompute_share: float = 1.0
     """Share of the layers that recompute at all."""
     kept_matmuls: float = 1.0
@@ -137,8 +142,12 @@ class System:
     """Whether the loss of logits cut along the vocabulary is torch's ``loss_parallel``, which makes two more arrays."""
     compiled_loss: bool = False
     """Whether a compiler makes one kernel of the loss, which reads the logits and writes their gradient."""
+    softmax_loss: bool = False
+    """Whether the loss lets go of the logits once they are cast to float32, and keeps their softmax alone."""
     loss_chunks: int = 1
     """Pieces of the sequence that logits and loss are computed in, one after the other."""
+    whole_logits: bool = False
+    """Whether only the loss is in pieces, of logits that are there whole."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ TIME = {
     "torchtitan-perf-2024": 0.04,
     "torchtitan-prs": 0.105,
 }
-MEMORY = {"bigscience-bloom": 0.045, "hf-ultrascale": 0.075, "torchao": 0.02, "torchtitan-prs": 0.05}
+MEMORY = {"bigscience-bloom": 0.045, "hf-ultrascale": 0.05, "torchao": 0.02, "torchtitan-prs": 0.05}
 RANKS = {"bigscience-bloom": 0.59, "hf-ultrascale": 0.8, "internevo": 0.88}
 """Figures reached, with a little slack."""
 
@@ -91,12 +91,12 @@ def test_what_fits(held: Held) -> None:
         assert fit.precision >= 0.97 and fit.recall >= 0.97 and fit.caught >= 0.8, source
     soft = held.of("hf-ultrascale").fit
     assert soft is not None and soft.recall is not None and soft.caught is not None
-    assert soft.recall >= 0.96 and soft.caught >= 0.77
+    assert soft.recall >= 0.97 and soft.caught >= 0.83
 
 
 @pytest.mark.parametrize(
     ("quantity", "figure", "most"),
-    [("time", "median", 0.052), ("time", "p90", 0.112), ("memory", "median", 0.042), ("memory", "p90", 0.12)],
+    [("time", "median", 0.052), ("time", "p90", 0.112), ("memory", "median", 0.037), ("memory", "p90", 0.09)],
 )
 def test_mean_over_sources(held: Held, quantity: str, figure: str, most: float) -> None:
     errors = [known for one in held.scores if (known := getattr(one, quantity)) is not None]

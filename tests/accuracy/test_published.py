@@ -123,8 +123,11 @@ def test_nanotron_divides_by_multiplications() -> None:
     model = Transformer(16, 2048, 32, 32, 64, 8192, 131072, tie_embeddings=True)
     # The output projection weighs four of these layers.
     assert by_cost(model, 1) == (16,)
-    assert by_cost(model, 2) == (11, 5)
-    assert by_cost(model, 4) == (6, 5, 5, 0)
+    # A rank whose share is met to the last block takes no further one.
+    assert by_cost(model, 2) == (10, 6)
+    assert by_cost(model, 4) == (5, 5, 5, 1)
+    assert by_cost(replace(model, vocab_size=100_352), 2) == (10, 6)
+    assert by_cost(replace(model, vocab_size=132_096), 2) == (11, 5)
 
 
 def test_qwen3_has_heads_of_128() -> None:
@@ -142,6 +145,26 @@ def test_an_unknown_model_is_described_by_its_sizes() -> None:
 def test_float8_runs() -> None:
     assert run_of(row(precision="fp8-tensorwise")).workload.system.float8
     assert not run_of(row()).workload.system.float8
+
+
+def test_what_torchtitans_selective_recompute_keeps() -> None:
+    def kept(notes: str) -> tuple[float, bool]:
+        system = run_of(row(activation_ckpt="selective", notes=notes)).workload.system
+        return system.kept_matmuls, system.keeps_every_output
+
+    assert kept("FSDP2 eager") == (0.5, True)
+    assert kept("SimpleFSDP aot_eager") == (0.5, False)
+    assert kept("graph_trainer memory_policy=default") == (1.0, False)
+
+
+def test_torchtitans_loss_in_pieces() -> None:
+    def pieces(date: str, notes: str = "chunked CE loss") -> tuple[int, bool]:
+        system = run_of(row(date=date, notes=notes)).workload.system
+        return system.loss_chunks, system.whole_logits
+
+    assert pieces("2025-03") == (8, True)
+    assert pieces("2026-05") == (8, False)
+    assert pieces("2025-03", "baseline CE loss") == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -211,25 +234,44 @@ def test_more_replicas_make_no_microbatch_faster() -> None:
     assert kept(nanotron(16, "1.0"), nanotron(32, "1.9")) == [True, True]
 
 
+def test_how_far_nanotrons_host_is_ahead() -> None:
+    """1,024 launches, which are 25 blocks, or all that there is to launch; where a pipeline's host stalls, what follows
+    the second microbatch in flight."""
+
+    def ahead(pp: int, tp: int, size: int, gpus: int = 64, microbatches: int = 8) -> int:
+        replicas = gpus // (pp * tp)
+        cells = {"gpus": str(gpus), "nodes_gpus_per_node": f"{gpus // 8}x8", "tp": str(tp), "pp": str(pp)}
+        cells |= {"dp_replicate": str(replicas), "micro_batch": str(size)}
+        return run_of(
+            row(**NANOTRON | cells | {"global_batch": str(replicas * size * microbatches)})
+        ).workload.system.blocks_ahead
+
+    assert [ahead(1, tp, 1) for tp in (1, 8)] == [0, 25]
+    assert [ahead(pp, 8, 1) for pp in (2, 4, 8)] == [0, 9 * 2, 25]
+    # A device that takes longer for a block than the host is never waited for, nor is a pipeline within a node stalled.
+    assert ahead(2, 8, 16) == ahead(2, 2, 1, gpus=8) == 25
+    assert ahead(4, 8, 1, microbatches=3) == 9
+
+
 def test_nanotrons_slow_version_is_told_by_its_memory() -> None:
     cells = NANOTRON | {"gpus": "16", "nodes_gpus_per_node": "2x8", "tp": "16", "dp_replicate": "1"}
     found = score(run_of(row(**cells, micro_batch="8")))
-    without = replace(found.run.workload, system=replace(found.run.workload.system, keeps_gathered=False))
-    again = memory(without, 0, found.run.hardware).reserved / 2**30
-    assert again < 0.7 * found.memory_gib
+    without = replace(found.run.workload, system=replace(found.run.workload.system, blocks_ahead=0))
+    beside = memory(without, 0, found.run.hardware).reserved / 2**30
+    assert beside < 0.7 * found.memory_gib
 
     def spoiled(gib: float, size: str = "8") -> str | None:
         return run_of(row(**cells, micro_batch=size, peak_mem_gib=f"{gib:.1f}")).spoiled
 
     assert spoiled(found.memory_gib) is None and spoiled(0.95 * found.memory_gib) is None
-    assert "stalls tensor parallel" in (spoiled(again) or "")
+    assert "stalls tensor parallel" in (spoiled(beside) or "")
     # What was gathered would not have fit, so that it cannot have been kept.
     assert "stalls tensor parallel" in (spoiled(70.0, size="32") or "")
 
 
 def test_nanotrons_memory_is_that_of_its_first_stage() -> None:
-    layout = {"gpus": "16", "nodes_gpus_per_node": "2x8", "pp": "2", "dp_replicate": "8", "micro_batch": "4"}
-    run = run_of(row(**(NANOTRON | layout | {"zero_stage": "1", "global_batch": "32"})))
+    layout = {"gpus": "16", "nodes_gpus_per_node": "2x8", "pp": "2", "dp_replicate": "8", "micro_batch": "8"}
+    run = run_of(row(**(NANOTRON | layout | {"zero_stage": "1", "global_batch": "64"})))
     first, last = every_rank(run.workload, run.hardware)
     assert first.reserved < last.reserved, "the last has the logits"
     assert score(run).memory_gib == first.reserved / 2**30

@@ -100,6 +100,21 @@ def test_tensor_parallel_divides_what_published_counts_say() -> None:
     assert kept(workload(GPT, tp=2)) - again == TOKENS * DIM * 2
 
 
+def test_what_the_loss_holds() -> None:
+    """Of bfloat16 logits: their cast, and the softmax that is kept; in pieces, all log-softmax and a piece's cast."""
+    one = workload(softmax_loss=True)
+    logits, wide, ids = 2 * TOKENS * 100, 4 * TOKENS * 100, 9 * TOKENS
+    loss = stage_of(one, 0, "gpu").loss()
+    # The logits are there before, and go once they are cast.
+    assert forward_span(loss).highest == 2 * wide + ids - logits
+    assert forward_span(loss).growth == wide + ids - logits
+    assert backward_span(loss).growth == -(wide + ids) + logits
+    pieces = stage_of(replace(one, system=System(loss_chunks=4, whole_logits=True)), 0, "gpu")
+    assert pieces.logits == logits
+    assert forward_span(pieces.loss()).highest == wide + wide // 4
+    assert stage_of(replace(one, system=System(loss_chunks=4)), 0, "gpu").logits == logits // 4
+
+
 @pytest.mark.parametrize("recompute", ("none", "selective", "full"))
 def test_backward_frees_all_that_forward_kept(recompute: Recompute) -> None:
     part = stretch(workload(tp=2), recompute)

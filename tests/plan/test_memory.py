@@ -247,6 +247,15 @@ def test_segments_that_grow_leave_less_unused() -> None:
     assert grown.reserved / fixed.reserved == pytest.approx((1 + UNUSED_EXPANDABLE) / (1 + UNUSED), rel=1e-6)
 
 
+def test_a_host_ahead_of_its_device_holds_two_sequences_for_every_block() -> None:
+    plain = replace(workload_8b(), mesh=MeshSpec.of(dp_replicate=8, tp=8))
+    ahead = replace(plain, system=replace(plain.system, blocks_ahead=25))
+    without, held = memory(plain, 0), memory(ahead, 0)
+    assert without.active == held.active
+    assert held.reserved - without.reserved == 2 * 25 * plain.microbatch_size * plain.seq_len * plain.model.dim * 2
+    assert memory(plain, 0, CPU) == memory(ahead, 0, CPU)
+
+
 def test_a_cpu_has_no_allocator_to_speak_of(tmp_path: Path) -> None:
     one = memory(of_job(job(tmp_path)), 0, CPU)
     assert one.active == one.reserved == one.device
