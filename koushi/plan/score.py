@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from koushi.hardware.hardware import Hardware
 from koushi.plan.edges import OVERLAPPED, SLOWED, edges, gather_seconds
-from koushi.plan.layouts import Layout, Pipeline, Split, layers_of, mesh_of
+from koushi.plan.layouts import Layout, Pipeline, Split, divisors, layers_of, mesh_of
 from koushi.plan.memory import memory
 from koushi.plan.moments import Family
 from koushi.plan.room import Room
@@ -145,6 +145,7 @@ class Costs:
         self._sends: dict[tuple[int, int, int], float] = {}
         self._gathers: dict[tuple[int, int, int], tuple[float, float, float]] = {}
         self._edges: dict[tuple[object, ...], float] = {}
+        self._least_edges: dict[tuple[int, int, int, int], float] = {}
         self._all_edges: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def split_floor(self, split: Split, recompute: Recompute) -> float:
@@ -155,6 +156,11 @@ class Costs:
     def pipeline_floor(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> float:
         """No step is shorter than what its ranks' work and the way down and up the stages take."""
         return self._step(split, self._makespan_floor(split, recompute, pipeline)) * BELOW
+
+    def sharded_floor(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> float:
+        """With what any rank does besides at least, however data parallel shards."""
+        least = self._least_edge(split, min(self._shares(pipeline).held)) if split.pp > 1 else 0.0
+        return self._step(split, self._makespan_floor(split, recompute, pipeline) + least) * BELOW
 
     def layout_floor(self, split: Split, layout: Layout) -> float:
         """With what ranks do besides; which of them is the slowest is not known where backwards are split."""
@@ -392,6 +398,21 @@ class Costs:
                 # A rank's stages cost together what one stage with all their layers does.
                 layers, layout = self._shares(pipeline).held, layout._replace(pipeline=Pipeline(pipeline.pp))
             found = self._all_edges[key] = tuple(self._edge(layout, layers, rank) for rank in range(pipeline.pp))
+        return found
+
+    def _least_edge(self, split: Split, layers: int) -> float:
+        """Of a rank in the middle that holds so many; ranks at the ends, and those that hold more, do no less."""
+        key = (split.tp, split.pp, split.data_parallel, layers)
+        found = self._least_edges.get(key)
+        if found is None:
+            # Of two ranks both are ends, but where stages go down and back up.
+            two = split.pp == 2
+            pipeline = Pipeline(2, "ZBVZeroBubble", 2) if two else Pipeline(split.pp)
+            held = (0, layers, 0, 0) if two else (layers,) * split.pp
+            found = self._least_edges[key] = min(
+                self._edge(Layout(split.tp, pipeline, split.data_parallel // shard, shard, 1, "none", False), held, 1)
+                for shard in divisors(split.data_parallel)
+            )
         return found
 
     def _edge(self, layout: Layout, layers: tuple[int, ...], rank: int) -> float:

@@ -92,6 +92,8 @@ class _Piped(NamedTuple):
     split: Split
     recompute: Recompute
     pipeline: Pipeline
+    close: bool
+    """Whether the bound has what ranks do besides."""
 
 
 class _One(NamedTuple):
@@ -140,10 +142,13 @@ class _Search:
                 break
             if isinstance(item, _One):
                 self._judge(item, floor)
-            elif isinstance(item, _Piped):
+            elif not isinstance(item, _Piped):
+                self._open(item, floor)
+            elif item.close:
                 self._spread(item, floor)
             else:
-                self._open(item, floor)
+                closer = costs.sharded_floor(item.split, item.recompute, item.pipeline)
+                self._push(closer, item._replace(close=True))
         misses = self._misses() if self.found.fastest else self._smallest()
         best, front = self.found.ranked()
         return SearchResult(best, front, misses, legal_count(self.question), costs.simulated, costs.capacity)
@@ -189,7 +194,7 @@ class _Search:
             if FAMILIES[pipeline.schedule] == family:
                 floor = self.costs.pipeline_floor(split, recompute, pipeline)
                 if floor < fastest:
-                    self._spread(_Piped(split, recompute, pipeline), floor)
+                    self._spread(_Piped(split, recompute, pipeline, close=True), floor)
 
     def _push(self, floor: float, item: _Item) -> None:
         if floor <= self.found.slowest_wanted:
@@ -211,7 +216,9 @@ class _Search:
                 if not may_fit[family]:
                     self._set_aside(memory, floor, _Family(split, recompute, family))
             if may_fit[family]:
-                self._push(costs.pipeline_floor(split, recompute, pipeline), _Piped(split, recompute, pipeline))
+                self._push(
+                    costs.pipeline_floor(split, recompute, pipeline), _Piped(split, recompute, pipeline, close=False)
+                )
 
     def _spread(self, group: _Piped, group_floor: float) -> None:
         """Over the ways in which data parallel shards."""
