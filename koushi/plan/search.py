@@ -92,8 +92,6 @@ class _Piped(NamedTuple):
     split: Split
     recompute: Recompute
     pipeline: Pipeline
-    close: bool
-    """Whether the bound has what ranks do besides."""
 
 
 class _One(NamedTuple):
@@ -107,7 +105,7 @@ class _One(NamedTuple):
     """Whether the pipeline has been simulated."""
 
 
-_Item = _Group | _Piped | _One
+_Item = Split | _Group | _Piped | _One
 _TooLarge = _Family | _One
 
 
@@ -134,21 +132,20 @@ class _Search:
         for split in splits(self.question):
             if costs.room.split_floor(split, split.data_parallel) > costs.capacity:
                 continue
-            for recompute in MODES:
-                self._push(costs.split_floor(split, recompute), _Group(split, recompute))
+            self._push(costs.split_floor(split), split)
         while self._heap:
             floor, _, item = heappop(self._heap)
             if floor > self.found.slowest_wanted:
                 break
             if isinstance(item, _One):
                 self._judge(item, floor)
-            elif not isinstance(item, _Piped):
-                self._open(item, floor)
-            elif item.close:
+            elif isinstance(item, _Piped):
                 self._spread(item, floor)
+            elif isinstance(item, _Group):
+                self._open(item, floor)
             else:
-                closer = costs.sharded_floor(item.split, item.recompute, item.pipeline)
-                self._push(closer, item._replace(close=True))
+                for recompute in MODES:
+                    self._push(costs.group_floor(item, recompute), _Group(item, recompute))
         misses = self._misses() if self.found.fastest else self._smallest()
         best, front = self.found.ranked()
         return SearchResult(best, front, misses, legal_count(self.question), costs.simulated, costs.capacity)
@@ -194,7 +191,7 @@ class _Search:
             if FAMILIES[pipeline.schedule] == family:
                 floor = self.costs.pipeline_floor(split, recompute, pipeline)
                 if floor < fastest:
-                    self._spread(_Piped(split, recompute, pipeline, close=True), floor)
+                    self._spread(_Piped(split, recompute, pipeline), floor)
 
     def _push(self, floor: float, item: _Item) -> None:
         if floor <= self.found.slowest_wanted:
@@ -216,9 +213,7 @@ class _Search:
                 if not may_fit[family]:
                     self._set_aside(memory, floor, _Family(split, recompute, family))
             if may_fit[family]:
-                self._push(
-                    costs.pipeline_floor(split, recompute, pipeline), _Piped(split, recompute, pipeline, close=False)
-                )
+                self._push(costs.pipeline_floor(split, recompute, pipeline), _Piped(split, recompute, pipeline))
 
     def _spread(self, group: _Piped, group_floor: float) -> None:
         """Over the ways in which data parallel shards."""

@@ -139,16 +139,14 @@ def test_bounds_are_below_what_they_bound(world: str) -> None:
 def bounds_hold(question: Question, costs: Costs, every: Sequence[Scored]) -> None:
     for one in every:
         layout, split = one.layout, split_of(question, one.layout)
-        group = split, layout.recompute, layout.pipeline
         floors = (
-            costs.split_floor(split, layout.recompute),
-            costs.pipeline_floor(*group),
-            costs.sharded_floor(*group),
+            costs.split_floor(split),
+            costs.group_floor(split, layout.recompute),
+            costs.pipeline_floor(split, layout.recompute, layout.pipeline),
             costs.layout_floor(split, layout),
             costs.simulated_floor(split, layout),
         )
         assert max(floors) <= one.seconds, layout
-        assert costs.pipeline_floor(*group) <= costs.sharded_floor(*group), layout
         assert costs.memory_floor(split, layout) <= one.memory, layout
         assert costs.room.split_floor(split, layout.dp_shard) <= one.memory, layout
         family = FAMILIES[layout.pipeline.schedule]
