@@ -80,17 +80,15 @@ def every_layout(question: Question, base: Workload, on: Hardware) -> Iterator[S
         yield Scored(layout, step_time(workload, on).seconds, memory)
 
 
-def front_of(fitting: list[Scored]) -> set[tuple[float, float]]:
+def front_of(fitting: Sequence[Scored]) -> set[tuple[float, float]]:
+    """Seconds and memory of what no other beats; what differs by rounding alone takes as long."""
     fastest = min(one.seconds for one in fitting)
+    found = {(round(one.seconds, 9), one.memory) for one in fitting if one.seconds <= SLOWEST * fastest}
     return {
-        (one.seconds, one.memory)
-        for one in fitting
-        if one.seconds <= SLOWEST * fastest
-        and not any(
-            other.seconds <= one.seconds
-            and other.memory <= one.memory
-            and (other.seconds, other.memory) != (one.seconds, one.memory)
-            for other in fitting
+        (seconds, memory)
+        for seconds, memory in found
+        if not any(
+            other <= seconds and least <= memory and (other, least) != (seconds, memory) for other, least in found
         )
     }
 
@@ -118,9 +116,7 @@ def loses_nothing(result: SearchResult, every: Sequence[Scored], gib: float) -> 
     wanted = sorted(by_degrees.values())[:BEST]
     assert [one.seconds for one in result.best] == pytest.approx([seconds for seconds, _ in wanted])
     assert [one.memory for one in result.best] == [memory for _, memory in wanted]
-    assert {(round(one.seconds, 9), one.memory) for one in result.front} == {
-        (round(seconds, 9), memory) for seconds, memory in front_of(fitting)
-    }
+    assert front_of(result.front) == front_of(fitting)
     assert all(one.memory > gib * 2**30 and one.seconds < result.best[0].seconds for one in result.misses)
     assert bool(result.misses) is any(one.memory > gib * 2**30 and one.seconds < wanted[0][0] for one in every)
     roomy = [one.seconds for one in fitting if one.memory <= TIGHT * gib * 2**30]
