@@ -280,8 +280,8 @@ def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
     costs: list[int] = []
     waits: list[int] = []
     heads, wholes = [0] * pp, [0] * n_stages
-    number, left = 0, sum(len(order) for order in orders)
-    while number < left:
+    number, every = 0, sum(len(order) for order in orders)
+    while number < every:
         before = number
         for rank, order in enumerate(orders):
             began, head, end = number, heads[rank], len(order)
@@ -312,12 +312,23 @@ def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
         assert number > before, f"{schedule} over {pp} ranks with {microbatches} microbatches waits for itself"
     if SCHEDULES[schedule].v_shaped:
         waits = [-1 if wait >= 0 and ranks[wait] == rank else wait for wait, rank in zip(waits, ranks, strict=True)]
+    leaves = tuple(_leaves(holders, kind, stage) for stage in range(n_stages) for kind in KINDS)
+    work = _work(pp, holders, microbatches, wholes)
+    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), work, leaves)
+
+
+def _work(
+    pp: int, holders: Sequence[int], microbatches: int, wholes: Sequence[int]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of every rank; ``wholes``: by stage, how many of its backwards are not split."""
     work: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
     for stage, (holder, whole) in enumerate(zip(holders, wholes, strict=True)):
-        times = (microbatches, whole, microbatches - whole, microbatches - whole)
-        work[holder] += [(stage * each + place, count) for place, count in enumerate(times) if count]
-    leaves = tuple(_leaves(holders, kind, stage) for stage in range(n_stages) for kind in KINDS)
-    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), tuple(map(tuple, work)), leaves)
+        halves = microbatches - whole
+        times = zip(
+            range(stage * len(KINDS), (stage + 1) * len(KINDS)), (microbatches, whole, halves, halves), strict=True
+        )
+        work[holder] += [(cost, count) for cost, count in times if count]
+    return tuple(map(tuple, work))
 
 
 def _leaves(holders: Sequence[int], kind: Kind, stage: int) -> bool:
