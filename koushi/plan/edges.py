@@ -151,9 +151,12 @@ def _pipelined(
 ) -> tuple[float, float, float]:
     """A stage is gathered before its first forward and reduced after its last backward; gathers that follow because
     too many stages take turns run beside the others' compute."""
-    gather, work = blocks * calls.gather + ends.gather, stage_work(workload, hardware, stage)
-    later = (unshards(workload, stage) - 1) * gather
-    exposed, lost = _hidden(later, workload.microbatches * (work.forward + work.inputs + work.weights))
+    gather, again = blocks * calls.gather + ends.gather, unshards(workload, stage) - 1
+    exposed = lost = 0.0
+    if again:
+        work = stage_work(workload, hardware, stage)
+        beside = workload.microbatches * (work.forward + work.inputs + work.weights)
+        exposed, lost = _hidden(again * gather, beside)
     exposed += gather + blocks * calls.reduce + ends.reduce
     return exposed, blocks * calls.replica + ends.replica, lost
 

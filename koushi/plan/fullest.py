@@ -18,7 +18,8 @@ from koushi.plan.communication import exchanges_table, table_shard
 from koushi.plan.lifetimes import Half
 from koushi.plan.operations import Device
 from koushi.plan.pipelined import adds_late, backward, buffer_bytes, forward, gathering_forward, reduction
-from koushi.plan.situations import ACTION, COUNTED, Habits, Situation, situations_of_rank
+from koushi.plan.schedule import order_of_rank
+from koushi.plan.situations import ACTION, COUNTED, Habits, Situation, fullest_situations
 from koushi.plan.spans import (
     ACTIVATIONS,
     GRADIENTS,
@@ -204,9 +205,15 @@ def most_of_rank(
     counted = [one[what] for what in COUNTED for one in by_kind]
     sizes, of_shards = [sum(one) for one in counted], [one[GRADIENTS] for one in counted]
     any_shards = any(of_shards)
+    order = order_of_rank(*shape, coordinate)
+    situations = fullest_situations(order, shape[3], habits, kinds, sizes)
+    if any_shards:  # each of these may be at its most elsewhere
+        others = [size - own for size, own in zip(sizes, of_shards, strict=True)]
+        situations += fullest_situations(order, shape[3], habits, kinds, others)
+        situations += fullest_situations(order, shape[3], habits, kinds, of_shards)
     spans: dict[tuple[object, ...], tuple[int, int, int]] = {}
     found: dict[tuple[object, ...], Most] = {}
-    for place, one in enumerate(situations_of_rank(*shape, coordinate, habits, kinds)):
+    for place, one in enumerate(sorted(situations, key=lambda one: -sum(one.counts))):
         action = one[:ACTION]
         if action not in spans:
             spans[action] = _at_most(stages[one.kind][0], one)

@@ -12,14 +12,13 @@ that gives those of the weights.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from typing import Literal, NamedTuple
 
-from koushi.schedules import rank_of_stage, stages_of_rank
+from koushi.schedules import SCHEDULES, rank_of_stage, stages_of_rank
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -271,42 +270,65 @@ class Table:
 def table(schedule: str, pp: int, n_stages: int, microbatches: int) -> Table:
     """The table of a schedule; a forward waits for the stage before, a backward for the stage after."""
     orders = actions(schedule, pp, n_stages, microbatches)
-    # By stage and microbatch: the forward or backward that has been put into the order, -1 for none yet.
-    down, up = [-1] * (n_stages * microbatches), [-1] * (n_stages * microbatches)
+    holders = [rank_of_stage(schedule, pp, n_stages, stage) for stage in range(n_stages)]
+    each, places, not_yet = len(KINDS), _PLACES, -2
+    # By stage and microbatch, the forward or backward that is in the order; before the first and after the last stage
+    # there is none to wait for.
+    down, up = [not_yet] * (n_stages * microbatches), [not_yet] * (n_stages * microbatches)
+    down, up = [-1] * microbatches + down, up + [-1] * microbatches
     ranks: list[int] = []
     costs: list[int] = []
     waits: list[int] = []
-    heads = [0] * pp
-    left = sum(len(order) for order in orders)
-    while left:
-        before = left
+    heads, wholes = [0] * pp, [0] * n_stages
+    number, every = 0, sum(len(order) for order in orders)
+    while number < every:
+        before = number
         for rank, order in enumerate(orders):
-            head, end = heads[rank], len(order)
+            began, head, end = number, heads[rank], len(order)
             while head < end:
                 kind, stage, microbatch = order[head]
-                wait = -1
-                if kind != "W":
-                    done, source = (down, stage - 1) if kind == "F" else (up, stage + 1)
-                    if 0 <= source < n_stages:
-                        found = done[source * microbatches + microbatch]
-                        if found < 0:
-                            break
-                        if ranks[found] != rank:
-                            wait = found
-                    done[stage * microbatches + microbatch] = len(ranks)
-                ranks.append(rank)
-                costs.append(stage * len(KINDS) + _PLACES[kind])
+                place = stage * microbatches + microbatch
+                if kind == "F":
+                    wait = down[place]
+                    if wait == not_yet:
+                        break
+                    down[place + microbatches] = number
+                elif kind == "W":
+                    wait = -1
+                else:
+                    wait = up[place + microbatches]
+                    if wait == not_yet:
+                        break
+                    up[place] = number
+                    if kind == "B":
+                        wholes[stage] += 1
+                costs.append(stage * each + places[kind])
                 waits.append(wait)
                 head += 1
-            left -= head - heads[rank]
-            heads[rank] = head
-        assert left < before, f"{schedule} over {pp} ranks with {microbatches} microbatches waits for itself"
-    holders = [rank_of_stage(schedule, pp, n_stages, stage) for stage in range(n_stages)]
-    work: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
-    for cost, times in Counter(costs).items():
-        work[holders[cost // len(KINDS)]].append((cost, times))
+                number += 1
+            if number > began:
+                heads[rank] = head
+                ranks += [rank] * (number - began)
+        assert number > before, f"{schedule} over {pp} ranks with {microbatches} microbatches waits for itself"
+    if SCHEDULES[schedule].v_shaped:
+        waits = [-1 if wait >= 0 and ranks[wait] == rank else wait for wait, rank in zip(waits, ranks, strict=True)]
     leaves = tuple(_leaves(holders, kind, stage) for stage in range(n_stages) for kind in KINDS)
-    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), tuple(map(tuple, work)), leaves)
+    work = _work(pp, holders, microbatches, wholes)
+    return Table(orders, tuple(ranks), tuple(costs), tuple(waits), work, leaves)
+
+
+def _work(
+    pp: int, holders: Sequence[int], microbatches: int, wholes: Sequence[int]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of every rank; ``wholes``: by stage, how many of its backwards are not split."""
+    work: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
+    for stage, (holder, whole) in enumerate(zip(holders, wholes, strict=True)):
+        halves = microbatches - whole
+        times = zip(
+            range(stage * len(KINDS), (stage + 1) * len(KINDS)), (microbatches, whole, halves, halves), strict=True
+        )
+        work[holder] += [(cost, count) for cost, count in times if count]
+    return tuple(map(tuple, work))
 
 
 def _leaves(holders: Sequence[int], kind: Kind, stage: int) -> bool:

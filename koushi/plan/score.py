@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from koushi.hardware.hardware import Hardware
 from koushi.plan.edges import OVERLAPPED, SLOWED, edges, gather_seconds
-from koushi.plan.layouts import Layout, Pipeline, Split, layers_of, mesh_of
+from koushi.plan.layouts import Layout, Pipeline, Split, divisors, layers_of, mesh_of
 from koushi.plan.memory import memory
 from koushi.plan.moments import Family
 from koushi.plan.room import Room
@@ -102,6 +102,15 @@ def shares(n_layers: int, pp: int, per_rank: int, v_shaped: bool) -> _Shares:
     return _Shares(held, before, end, layers[-1], layers[-2] if n_stages > 2 else 0, most, hops, longest)
 
 
+@cache
+def fewest_of_any(n_layers: int, pp: int) -> int:
+    """Layers of the rank with the fewest, of any number of virtual stages."""
+    every = [shares(n_layers, pp, per_rank, False) for per_rank in range(1, n_layers // pp + 1)]
+    if 2 * pp <= n_layers:
+        every.append(shares(n_layers, pp, 2, True))
+    return min(min(one.held) for one in every)
+
+
 class _Repeats(NamedTuple):
     """How often a rank gathers again what it has freed."""
 
@@ -145,16 +154,25 @@ class Costs:
         self._sends: dict[tuple[int, int, int], float] = {}
         self._gathers: dict[tuple[int, int, int], tuple[float, float, float]] = {}
         self._edges: dict[tuple[object, ...], float] = {}
+        self._least_edges: dict[tuple[int, int, int], float] = {}
         self._all_edges: dict[tuple[object, ...], tuple[float, ...]] = {}
 
-    def split_floor(self, split: Split, recompute: Recompute) -> float:
-        """No step of any pipeline is shorter than an even share of the work."""
+    def split_floor(self, split: Split) -> float:
+        """No step of any pipeline is shorter than an even share of the work, nothing recomputed."""
+        return self._step(split, self._even_share(split, "none")) * BELOW
+
+    def group_floor(self, split: Split, recompute: Recompute) -> float:
+        """With what is recomputed, and what any rank does besides."""
+        return self._step(split, self._even_share(split, recompute) + self._least_edge(split)) * BELOW
+
+    def _even_share(self, split: Split, recompute: Recompute) -> float:
         one = self._whole(split, recompute)
-        return self._step(split, split.microbatches * (one.forward + one.backward) / split.pp) * BELOW
+        return split.microbatches * (one.forward + one.backward) / split.pp
 
     def pipeline_floor(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> float:
-        """No step is shorter than what its ranks' work and the way down and up the stages take."""
-        return self._step(split, self._makespan_floor(split, recompute, pipeline)) * BELOW
+        """No step is shorter than what its ranks' work and the way down and up the stages take, and then what any rank
+        does besides."""
+        return self._step(split, self._makespan_floor(split, recompute, pipeline) + self._least_edge(split)) * BELOW
 
     def layout_floor(self, split: Split, layout: Layout) -> float:
         """With what ranks do besides; which of them is the slowest is not known where backwards are split."""
@@ -392,6 +410,24 @@ class Costs:
                 # A rank's stages cost together what one stage with all their layers does.
                 layers, layout = self._shares(pipeline).held, layout._replace(pipeline=Pipeline(pipeline.pp))
             found = self._all_edges[key] = tuple(self._edge(layout, layers, rank) for rank in range(pipeline.pp))
+        return found
+
+    def _least_edge(self, split: Split) -> float:
+        """Of any pipeline and however sharded: a rank in the middle with the fewest layers that one may hold."""
+        pp, degrees = split.pp, (split.tp, split.pp, split.data_parallel)
+        if pp == 1:
+            return 0.0
+        found = self._least_edges.get(degrees)
+        if found is None:
+            layers = fewest_of_any(self.base.model.n_layers, pp)
+            # Of two ranks both are ends, but where stages go down and back up.
+            pipeline, held = Pipeline(pp), (layers,) * pp
+            if pp == 2:
+                pipeline, held = Pipeline(2, "ZBVZeroBubble", 2), (0, layers, 0, 0)
+            found = self._least_edges[degrees] = min(
+                self._edge(Layout(split.tp, pipeline, split.data_parallel // shard, shard, 1, "none", False), held, 1)
+                for shard in divisors(split.data_parallel)
+            )
         return found
 
     def _edge(self, layout: Layout, layers: tuple[int, ...], rank: int) -> float:

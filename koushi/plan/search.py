@@ -105,7 +105,7 @@ class _One(NamedTuple):
     """Whether the pipeline has been simulated."""
 
 
-_Item = _Group | _Piped | _One
+_Item = Split | _Group | _Piped | _One
 _TooLarge = _Family | _One
 
 
@@ -132,8 +132,7 @@ class _Search:
         for split in splits(self.question):
             if costs.room.split_floor(split, split.data_parallel) > costs.capacity:
                 continue
-            for recompute in MODES:
-                self._push(costs.split_floor(split, recompute), _Group(split, recompute))
+            self._push(costs.split_floor(split), split)
         while self._heap:
             floor, _, item = heappop(self._heap)
             if floor > self.found.slowest_wanted:
@@ -142,8 +141,11 @@ class _Search:
                 self._judge(item, floor)
             elif isinstance(item, _Piped):
                 self._spread(item, floor)
-            else:
+            elif isinstance(item, _Group):
                 self._open(item, floor)
+            else:
+                for recompute in MODES:
+                    self._push(costs.group_floor(item, recompute), _Group(item, recompute))
         misses = self._misses() if self.found.fastest else self._smallest()
         best, front = self.found.ranked()
         return SearchResult(best, front, misses, legal_count(self.question), costs.simulated, costs.capacity)

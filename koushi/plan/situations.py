@@ -1,17 +1,16 @@
 """What a pipelined rank has going on at every action of its schedule: microbatches in flight, gradients. No torch.
 
-Stages that are alike are counted together, and of all moments only those are kept that no other outdoes, so that a
-long schedule of many stages comes down to a few of them.
+Stages that are alike are counted together, and of all moments only those are kept that are the fullest at their action,
+so that a long schedule of many stages comes down to a few of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
-from operator import ge
+from collections.abc import Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
-from koushi.plan.schedule import Order, order_of_rank
+from koushi.plan.schedule import Order
 
 Step = Literal["F", "B", "I", "W", "R"]
 """Actions of a schedule; R: a stage's gradients are reduced, after its last backward."""
@@ -43,8 +42,6 @@ class Situation(NamedTuple):
 
 ACTION = 4
 """Situations whose first so many fields are equal begin with the same action."""
-ALIKE = 5
-"""Those whose first so many are equal differ in counts only; they come one after the other."""
 
 
 class Habits(NamedTuple):
@@ -58,87 +55,108 @@ class Habits(NamedTuple):
     """Whether gradients of a W are added to their sum only in the stage's next backward."""
 
 
-@lru_cache(maxsize=16384)
-def situations_of_rank(
-    schedule: str, pp: int, n_stages: int, microbatches: int, coordinate: int, habits: Habits, kinds: tuple[int, ...]
-) -> tuple[Situation, ...]:
-    """Of the rank at ``coordinate``, those of a step that no other outdoes.
+def fullest_situations(
+    order: Order, microbatches: int, habits: Habits, kinds: Sequence[int], sizes: Sequence[int]
+) -> list[Situation]:
+    """Of a rank that acts in ``order``: while as many stages are done, the fullest with each action.
 
-    ``kinds``: a number for every stage that the rank holds, the same for stages that are alike.
+    ``kinds``: a number for every stage of the model, the same for those of the rank that are alike. ``sizes``: bytes
+    of each that is counted, as in ``Situation.counts``.
     """
-    order = order_of_rank(schedule, pp, n_stages, microbatches, coordinate)
-    return tuple(_outstanding(_every(order, microbatches, habits, kinds)))
+    walk = _Walk(microbatches, habits, kinds, sizes)
+    walk.go(order)
+    return walk.found
 
 
-def _every(order: Order, microbatches: int, habits: Habits, kinds: tuple[int, ...]) -> Iterable[Situation]:
-    many = max(kinds) + 1
-    counts, reduced = [0] * (len(COUNTED) * many), [0] * many
-    sent: dict[int, int] = {}
-    done: dict[int, int] = {}
-    whole: set[int] = set()
-    late: set[int] = set()
-    in_flight = 0
-    found: dict[tuple[object, ...], Situation] = {}
+class _Walk:
+    """Through a rank's actions, with what is there counted and added up."""
 
-    def note(step: Step, stage: int) -> None:
-        key = (step, kinds[stage], stage not in whole, stage in late, done_with, tuple(counts))
-        if key not in found:
-            found[key] = Situation(*key, stage, in_flight)
+    def __init__(self, microbatches: int, habits: Habits, kinds: Sequence[int], sizes: Sequence[int]):
+        many = len(sizes) // len(COUNTED)
+        self.microbatches, self.habits, self.kinds, self.sizes, self.many = microbatches, habits, kinds, sizes, many
+        self.counts = [0] * len(sizes)
+        self.reduced = [0] * many
+        self.found: list[Situation] = []
 
-    done_with = tuple(reduced)
-    for place, (step, stage, _) in enumerate(order, 1):
-        kind = kinds[stage]
-        if step == "F":
-            if place == len(order) or order[place][:2] != ("F", stage):  # the next of several forwards holds more
-                note(step, stage)
-            counts[kind] += 1
-            in_flight += 1
-            continue
-        note(step, stage)
-        if step != "W":
-            counts[kind] -= 1
-            if step == "I" or habits.wholes_stay:
-                sent[stage] = sent.get(stage, 0) + 1
-                counts[SENT * many + kind] += sent[stage] <= habits.most_sent
-        summed, waits = _gradients(step, stage, stage in whole, stage in late, habits.adds_late)
-        for what, has, stages in ((WHOLE, summed, whole), (LATE, waits, late)):
-            if has is not (stage in stages):
-                counts[what * many + kind] += 1 if has else -1
-                (stages.add if has else stages.discard)(stage)
-        if step == "I":
-            counts[HALVES * many + kind] += 1
-            continue
-        if step == "W":
-            counts[HALVES * many + kind] -= 1
-        in_flight -= 1
-        done[stage] = done.get(stage, 0) + 1
-        if done[stage] == microbatches:
-            note("R", stage)
-            counts[WHOLE * many + kind] -= summed
-            counts[LATE * many + kind] -= waits
-            reduced[kind] += 1
-            done_with = tuple(reduced)
-    return found.values()
+    def go(self, order: Order) -> None:
+        """In one loop, since a search has hundreds of thousands of actions gone through."""
+        kinds, counts, sizes, most_sent = self.kinds, self.counts, self.sizes, self.habits.most_sent
+        moves = _moves(self.habits.adds_late)
+        stays = "BI" if self.habits.wholes_stay else "I"
+        sends, halves = SENT * self.many, HALVES * self.many
+        sent, done, gradients = [0] * len(kinds), [0] * len(kinds), [NONE] * len(kinds)
+        total = in_flight = 0
+        fullest: dict[_Action, tuple[int, tuple[int, ...], int, int]] = {}
+        for (step, stage, _), (coming, other, _) in zip(order, (*order[1:], _END), strict=True):
+            kind, there = kinds[stage], gradients[stage]
+            if step != "F" or coming != "F" or other != stage:  # the last of several forwards holds most
+                action = step, kind, there
+                before = fullest.get(action)
+                if before is None or total > before[0]:
+                    fullest[action] = total, tuple(counts), stage, in_flight
+            if step == "F":
+                counts[kind] += 1
+                total += sizes[kind]
+                in_flight += 1
+                continue
+            if step != "W":
+                counts[kind] -= 1
+                total -= sizes[kind]
+                if step in stays and sent[stage] < most_sent:
+                    sent[stage] += 1
+                    counts[sends + kind] += 1
+                    total += sizes[sends + kind]
+            if step != "B":
+                more = 1 if step == "I" else -1
+                counts[halves + kind] += more
+                total += more * sizes[halves + kind]
+            after = moves[stage == 0][step][there]
+            if after != there:
+                total += self._turn(kind, there, after)
+                gradients[stage] = after
+            if step == "I":
+                continue
+            in_flight -= 1
+            done[stage] += 1
+            if done[stage] == self.microbatches:
+                fullest["R", kind, after] = total, tuple(counts), stage, in_flight
+                self._close(fullest)
+                total += self._turn(kind, after, NONE)
+                self.reduced[kind] += 1
+
+    def _turn(self, kind: int, before: int, after: int) -> int:
+        """Bytes that are there more as a stage's gradients go from one state to another."""
+        more = 0
+        for what, bit in ((WHOLE, SUMMED), (LATE, WAITING)):
+            change = bool(after & bit) - bool(before & bit)
+            self.counts[what * self.many + kind] += change
+            more += change * self.sizes[what * self.many + kind]
+        return more
+
+    def _close(self, fullest: dict[_Action, tuple[int, tuple[int, ...], int, int]]) -> None:
+        """As a stage is done."""
+        reduced = tuple(self.reduced)
+        for (step, kind, there), (_, counts, stage, in_flight) in fullest.items():
+            first, late = not there & SUMMED, bool(there & WAITING)
+            self.found.append(Situation(step, kind, first, late, reduced, counts, stage, in_flight))
+        fullest.clear()
 
 
-def _gradients(step: Step, stage: int, whole: bool, late: bool, adds_late: bool) -> tuple[bool, bool]:
-    """Whether the stage has a sum of gradients after ``step``, and some that are not added to it."""
-    if stage == 0 and step in "IW":  # all of the first stage's backward is in its W
-        return (whole, late) if step == "I" else (True, False)
-    if step == "I":
-        return whole or late, False
-    return (whole, True) if step == "W" and adds_late else (True, False)
+_END = (None, -1, -1)
+"""What comes after the last action."""
+_Action = tuple[Step, int, int]
+"""With the kind of the stage that acts, and the state of its gradients."""
+NONE, SUMMED, WAITING = 0, 1, 2
+"""States of a stage's gradients: whether there is a sum, plus whether there are some that are not added to it."""
 
 
-def _outstanding(found: Iterable[Situation]) -> list[Situation]:
-    """Those whose counts are not all matched by another's at the same action with as many stages done."""
-    alike: dict[tuple[object, ...], list[Situation]] = {}
-    for one in sorted(found, key=lambda one: -sum(one.counts)):
-        others = alike.setdefault(one[:ALIKE], [])
-        counts = one.counts
-        for other in reversed(others):
-            if all(map(ge, other.counts, counts)):
-                break
-        else:
-            others.append(one)
-    return [one for others in alike.values() for one in others]
+@cache
+def _moves(adds_late: bool) -> tuple[dict[Step, tuple[int, ...]], dict[Step, tuple[int, ...]]]:
+    """By action, the state of a stage's gradients after it by the state before: of later stages, of the first."""
+    summed = (SUMMED,) * 4
+    inputs = (NONE, SUMMED, SUMMED, SUMMED)
+    weights = (WAITING, SUMMED | WAITING, WAITING, SUMMED | WAITING) if adds_late else summed
+    as_before = (NONE, SUMMED, WAITING, SUMMED | WAITING)
+    beyond: dict[Step, tuple[int, ...]] = {"B": summed, "I": inputs, "W": weights}
+    first: dict[Step, tuple[int, ...]] = {"B": summed, "I": as_before, "W": summed}  # goes backward in its W alone
+    return beyond, first

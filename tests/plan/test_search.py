@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from random import Random
 
 import pytest
 
@@ -26,7 +27,7 @@ from koushi.plan.moments import (
 from koushi.plan.plan import TIGHT
 from koushi.plan.schedule import actions
 from koushi.plan.score import Costs, Scored
-from koushi.plan.search import BEST, SLOWEST, degrees_of, search
+from koushi.plan.search import BEST, SLOWEST, SearchResult, degrees_of, search
 from koushi.plan.step_time import step_time
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Transformer, Workload
@@ -69,26 +70,25 @@ def base_of(question: Question) -> Workload:
 def judged(world: str) -> tuple[Scored, ...]:
     """Every legal layout, each judged in full."""
     question, gib = WORLDS[world]
-    base, on = base_of(question), hardware(gib)
-    found = []
+    return tuple(every_layout(question, base_of(question), hardware(gib)))
+
+
+def every_layout(question: Question, base: Workload, on: Hardware) -> Iterator[Scored]:
     for layout in layouts(question):
         workload = layout.of(base)
         memory = max(one.device for one in every_rank(workload, on))
-        found.append(Scored(layout, step_time(workload, on).seconds, memory))
-    return tuple(found)
+        yield Scored(layout, step_time(workload, on).seconds, memory)
 
 
-def front_of(fitting: list[Scored]) -> set[tuple[float, float]]:
+def front_of(fitting: Sequence[Scored]) -> set[tuple[float, float]]:
+    """Seconds and memory of what no other beats; what differs by rounding alone takes as long."""
     fastest = min(one.seconds for one in fitting)
+    found = {(round(one.seconds, 9), one.memory) for one in fitting if one.seconds <= SLOWEST * fastest}
     return {
-        (one.seconds, one.memory)
-        for one in fitting
-        if one.seconds <= SLOWEST * fastest
-        and not any(
-            other.seconds <= one.seconds
-            and other.memory <= one.memory
-            and (other.seconds, other.memory) != (one.seconds, one.memory)
-            for other in fitting
+        (seconds, memory)
+        for seconds, memory in found
+        if not any(
+            other <= seconds and least <= memory and (other, least) != (seconds, memory) for other, least in found
         )
     }
 
@@ -101,8 +101,14 @@ def test_nothing_is_lost(world: str) -> None:
     assert len(fitting) > 0
     assert (len(fitting) < len(every)) is (world != "roomy")
     result = search(question, base_of(question), hardware(gib))
-    assert result.legal == len(every)
     assert result.judged < len(every) / 2
+    loses_nothing(result, every, gib)
+
+
+def loses_nothing(result: SearchResult, every: Sequence[Scored], gib: float) -> None:
+    """Against ``every`` layout of a question, of which some fit."""
+    fitting = [one for one in every if one.memory <= gib * 2**30]
+    assert result.legal == len(every)
     by_degrees: dict[tuple[int, ...], tuple[float, float]] = {}
     for one in fitting:
         degrees = degrees_of(one.layout)
@@ -110,9 +116,7 @@ def test_nothing_is_lost(world: str) -> None:
     wanted = sorted(by_degrees.values())[:BEST]
     assert [one.seconds for one in result.best] == pytest.approx([seconds for seconds, _ in wanted])
     assert [one.memory for one in result.best] == [memory for _, memory in wanted]
-    assert {(round(one.seconds, 9), one.memory) for one in result.front} == {
-        (round(seconds, 9), memory) for seconds, memory in front_of(fitting)
-    }
+    assert front_of(result.front) == front_of(fitting)
     assert all(one.memory > gib * 2**30 and one.seconds < result.best[0].seconds for one in result.misses)
     assert bool(result.misses) is any(one.memory > gib * 2**30 and one.seconds < wanted[0][0] for one in every)
     roomy = [one.seconds for one in fitting if one.memory <= TIGHT * gib * 2**30]
@@ -125,11 +129,15 @@ def test_nothing_is_lost(world: str) -> None:
 @worlds
 def test_bounds_are_below_what_they_bound(world: str) -> None:
     question, gib = WORLDS[world]
-    costs = Costs(base_of(question), hardware(gib))
-    for one in judged(world):
+    bounds_hold(question, Costs(base_of(question), hardware(gib)), judged(world))
+
+
+def bounds_hold(question: Question, costs: Costs, every: Sequence[Scored]) -> None:
+    for one in every:
         layout, split = one.layout, split_of(question, one.layout)
         floors = (
-            costs.split_floor(split, layout.recompute),
+            costs.split_floor(split),
+            costs.group_floor(split, layout.recompute),
             costs.pipeline_floor(split, layout.recompute, layout.pipeline),
             costs.layout_floor(split, layout),
             costs.simulated_floor(split, layout),
@@ -142,6 +150,32 @@ def test_bounds_are_below_what_they_bound(world: str) -> None:
         assert costs.seconds(split, layout) == pytest.approx(one.seconds)
         if layout.pipeline.stages_per_rank <= MOST_UNSHARDED:
             assert floors[-1] == pytest.approx(one.seconds)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_lost_of_jobs_made_up_at_random(seed: int) -> None:
+    random = Random(seed)
+    question = Question(
+        size=LlamaSize(
+            vocab_size=random.choice((512, 32_000, 128_256)),
+            dim=random.choice((512, 2048, 8192)),
+            n_layers=random.randint(2, 6),
+            n_heads=8,
+            n_kv_heads=random.choice((2, 8)),
+            ffn_dim=random.choice((1024, 16_384)),
+            tie_embeddings=random.random() < 0.3,
+        ),
+        devices=random.choice((6, 8, 12)),
+        global_batch_size=24,
+        seq_len=random.choice((128, 4096)),
+        compiled=random.random() < 0.3,
+    )
+    kinds = {name: random.choice(("float32", "bfloat16")) for name in ("parameters", "compute", "reduce")}
+    base = replace(base_of(question), **kinds)
+    every = list(every_layout(question, base, hardware(80.0)))
+    gib = sorted(one.memory for one in every)[random.randrange(len(every))] / 2**30
+    bounds_hold(question, Costs(base, hardware(gib)), every)
+    loses_nothing(search(question, base, hardware(gib)), every, gib)
 
 
 InFlight = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
+from every_situation import every_situation
 
 from koushi.plan.schedule import actions, in_flight
-from koushi.plan.situations import FORWARDS, HALVES, LATE, SENT, WHOLE, Habits, Situation, situations_of_rank
+from koushi.plan.situations import COUNTED, FORWARDS, HALVES, SENT, WHOLE, Habits, Situation, fullest_situations
 
 CASES = [
     ("GPipe", 4, 4, 6),
@@ -18,53 +21,60 @@ CASES = [
 ]
 
 
+def weights(what: int, n_stages: int) -> list[int]:
+    """Sizes that are 1 of one thing that is counted, and 0 of all else."""
+    return [int(one == what) for one in COUNTED for _ in range(n_stages)]
+
+
+ALIKE = 5
+"""Situations whose first so many fields are equal begin with the same action, while as many stages are done."""
+
+
+def total(one: Situation, sizes: list[int]) -> int:
+    return sum(count * size for count, size in zip(one.counts, sizes, strict=True))
+
+
 def situations(
-    schedule: str,
-    pp: int,
-    n_stages: int,
-    microbatches: int,
-    most_sent: int,
-    kinds: tuple[int, ...],
-    adds_late: bool = False,
-) -> tuple[tuple[Situation, ...], ...]:
+    schedule: str, pp: int, n_stages: int, microbatches: int, habits: Habits, kinds: tuple[int, ...], sizes: list[int]
+) -> tuple[list[Situation], ...]:
     """Of every pipeline coordinate."""
-    shape = schedule, pp, n_stages, microbatches
-    habits = Habits(most_sent, True, adds_late)
-    return tuple(situations_of_rank(*shape, rank, habits, kinds) for rank in range(pp))
+    orders = actions(schedule, pp, n_stages, microbatches)
+    return tuple(fullest_situations(order, microbatches, habits, kinds, sizes) for order in orders)
 
 
 @pytest.mark.parametrize(("schedule", "pp", "n_stages", "microbatches"), CASES)
 def test_the_most_in_flight_is_kept(schedule: str, pp: int, n_stages: int, microbatches: int) -> None:
-    alike = (0,) * n_stages
-    found = situations(schedule, pp, n_stages, microbatches, 1, alike)
+    alike, sizes = (0,) * n_stages, [1, 1, 0, 0, 0]
+    found = situations(schedule, pp, n_stages, microbatches, Habits(1, True, False), alike, sizes)
     for rank, most in enumerate(in_flight(schedule, pp, n_stages, microbatches)):
         # Counted before an action; a forward that comes next is not among them yet.
         fullest = max(one.counts[FORWARDS] + one.counts[HALVES] for one in found[rank] if one.step != "F")
-        assert fullest == sum(most)
+        assert fullest == sum(most) == max(one.in_flight for one in found[rank] if one.step != "F")
 
 
 @pytest.mark.parametrize(("schedule", "pp", "n_stages", "microbatches"), CASES)
-def test_every_action_is_outdone_or_kept(schedule: str, pp: int, n_stages: int, microbatches: int) -> None:
-    """Counting stage by stage, every F, B, I or W of the table has one at least as full among those that are kept."""
-    kinds = tuple(range(n_stages))
-    found = situations(schedule, pp, n_stages, microbatches, microbatches, kinds)
+@pytest.mark.parametrize("habits", [Habits(1, True, False), Habits(99, False, True)])
+def test_the_fullest_with_each_action_is_kept(
+    schedule: str, pp: int, n_stages: int, microbatches: int, habits: Habits
+) -> None:
+    """For any sizes, every situation that is kept is one of the schedule, and none with its action holds more."""
+    random = Random(1)
     for rank, order in enumerate(actions(schedule, pp, n_stages, microbatches)):
-        kept, forwards, halves = found[rank], [0] * n_stages, [0] * n_stages
-        for kind, stage, _ in order:
-            assert any(
-                one.step == kind
-                and one.kind == stage
-                and all(one.counts[FORWARDS * n_stages + other] >= forwards[other] for other in kinds)
-                and all(one.counts[HALVES * n_stages + other] >= halves[other] for other in kinds)
-                for one in kept
-            )
-            forwards[stage] += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
-            halves[stage] += {"F": 0, "B": 0, "I": 1, "W": -1}[kind]
-        assert not any(forwards) and not any(halves)
+        for kinds in (tuple(range(n_stages)), tuple(stage % 2 for stage in range(n_stages)), (0,) * n_stages):
+            every = list(every_situation(order, microbatches, habits, kinds))
+            sizes = [random.choice((0, 1, 7, 50)) for _ in range(len(COUNTED) * (max(kinds) + 1))]
+            most: dict[tuple[object, ...], int] = {}
+            for one in every:
+                most[one[:ALIKE]] = max(total(one, sizes), most.get(one[:ALIKE], 0))
+            found = fullest_situations(order, microbatches, habits, kinds, sizes)
+            assert {one[:ALIKE]: total(one, sizes) for one in found} == most, rank
+            assert len(found) == len(most)
+            assert set(found) <= set(every)
 
 
 def test_each_stage_is_reduced_once_with_whole_gradients() -> None:
-    found = situations("Interleaved1F1B", 2, 4, 4, 4, (0, 1, 2, 3))
+    shape = "Interleaved1F1B", 2, 4, 4
+    found = situations(*shape, Habits(4, True, False), (0, 1, 2, 3), weights(WHOLE, 4))
     for rank in (0, 1):
         reductions = [one for one in found[rank] if one.step == "R"]
         assert sorted(one.stage for one in reductions) == [rank, rank + 2]
@@ -74,26 +84,5 @@ def test_each_stage_is_reduced_once_with_whole_gradients() -> None:
 
 
 def test_what_is_sent_is_counted_no_further_than_asked() -> None:
-    assert max(one.counts[SENT * 2] for one in situations("1F1B", 2, 2, 8, 1, (0, 1))[0]) == 1
-
-
-@pytest.mark.parametrize(("schedule", "pp", "n_stages", "microbatches"), CASES)
-def test_gradients_that_are_added_late_are_there_from_a_w_to_the_stages_next_backward(
-    schedule: str, pp: int, n_stages: int, microbatches: int
-) -> None:
-    kinds = tuple(range(n_stages))
-    found = situations(schedule, pp, n_stages, microbatches, 0, kinds, adds_late=True)
-    for rank, order in enumerate(actions(schedule, pp, n_stages, microbatches)):
-        late: set[int] = set()
-        summed: set[int] = set()
-        fullest = 0
-        for step, stage, _ in order:
-            if step in "BI" and stage in late | ({stage} if step == "B" else set()):
-                late.discard(stage)
-                summed.add(stage)
-            elif step == "W":
-                (late if stage else summed).add(stage)
-            fullest = max(fullest, len(late) + len(summed))
-        most = max(sum(one.counts[WHOLE * n_stages :]) for one in found[rank] if one.step == "R")
-        assert 0 < most <= fullest
-        assert all(one.counts[LATE * n_stages] == 0 for one in found[rank]), "the first stage goes backward once"
+    found = situations("1F1B", 2, 2, 8, Habits(1, True, False), (0, 1), weights(SENT, 2))
+    assert max(one.counts[SENT * 2] for one in found[0]) == 1
