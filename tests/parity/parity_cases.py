@@ -56,7 +56,8 @@ class Case:
 
 
 def case(name: str, degrees: Degrees, *overrides: str) -> Case:
-    """``name`` comes after the degrees in the case's own name."""
+    """``name`` comes after the degrees in the case's own name. Unless overridden there are two microbatches, or two for
+    every pipeline stage, with which any schedule runs."""
     pp, dp_replicate, dp_shard, tp = degrees
     text = f"pp{pp} rep{dp_replicate} shard{dp_shard} tp{tp} {name}".strip()
     degree = (
@@ -64,6 +65,7 @@ def case(name: str, degrees: Degrees, *overrides: str) -> Case:
         f"parallelism.data_parallel_replicate_degree={dp_replicate}",
         f"parallelism.data_parallel_shard_degree={dp_shard}",
         f"parallelism.tensor_parallel_degree={tp}",
+        f"training.microbatch_size={_largest(GLOBAL_BATCH // (dp_replicate * dp_shard), 2 * pp)}",
     )
     return Case(text, prod(degrees), degree + overrides)
 
@@ -110,8 +112,13 @@ def _microbatch_size(degrees: Degrees, name: str) -> int:
     """The largest with which the schedule has microbatches enough, and two at least."""
     pp, dp_replicate, dp_shard, _ = degrees
     least = max(2, 2 * pp if name == "DualPipeV" else pp)
-    local = GLOBAL_BATCH // (dp_replicate * dp_shard)
-    return max(size for size in range(1, local + 1) if local % size == 0 and local // size >= least)
+    return _largest(GLOBAL_BATCH // (dp_replicate * dp_shard), least)
+
+
+def _largest(local_batch: int, microbatches: int) -> int:
+    """Microbatch of which the local batch has ``microbatches`` or more; 1 where it has too few samples."""
+    sizes = range(1, local_batch + 1)
+    return max((size for size in sizes if local_batch % size == 0 and local_batch // size >= microbatches), default=1)
 
 
 def enumerated(world: int) -> Iterator[Case]:

@@ -15,6 +15,7 @@ THREES = (
     "model.vocab_size=66",
     "training.seq_len=18",
     "training.global_batch_size=12",
+    "training.microbatch_size=2",
 )
 # Over eight ranks: 20 rows are 3, ..., 3, 2 and 0; the KV head's 10 leave three ranks empty.
 TWENTY = ("model.dim=20", "model.n_heads=2", "model.n_kv_heads=1", "model.ffn_dim=26", "model.vocab_size=34")
