@@ -53,29 +53,47 @@ class Difference:
         return self.relative <= self.tolerance
 
 
-def assemble(records: Sequence[RankRecord]) -> tuple[dict[TensorKey, Tensor], list[str]]:
-    """The unsharded tensors that the ranks hold together, and what is wrong with how they hold them.
+@dataclass(frozen=True)
+class Assembled:
+    """What the ranks of a run hold together."""
 
-    Wrong is an element that no rank holds, and copies of one that differ in any bit.
-    """
+    records: Sequence[RankRecord]
+    tensors: dict[TensorKey, Tensor]
+    """Unsharded; nan where no rank holds an element."""
+    wrong: list[str]
+    """Elements that no rank holds, and copies of one that differ in any bit."""
+
+
+def assemble(records: Sequence[RankRecord]) -> Assembled:
     pieces: dict[TensorKey, list[tuple[int, Piece]]] = defaultdict(list)
     for rank, record in enumerate(records):
         for piece in record.pieces:
             pieces[(piece.kind, piece.name, piece.step)].append((rank, piece))
-    whole, wrong = {}, []
+    whole: dict[TensorKey, Tensor] = {}
+    wrong: list[str] = []
     for key, held in pieces.items():
-        full = torch.full(held[0][1].shape, math.nan, dtype=held[0][1].values.dtype)
-        filled = torch.zeros(full.shape, dtype=torch.bool)
-        for rank, piece in held:
-            here, seen = full[piece.part], filled[piece.part]
-            if not torch.equal(here[seen], piece.values[seen]):
-                wrong.append(f"{' '.join(map(str, key))}: rank {rank} holds other numbers than a rank before it")
-            full[piece.part] = piece.values
-            filled[piece.part] = True
-        if not bool(filled.all()):
-            wrong.append(f"{' '.join(map(str, key))}: {int((~filled).sum())} elements are held by no rank")
-        whole[key] = full
-    return whole, wrong
+        whole[key] = _together(key, held, wrong)
+    return Assembled(records, whole, wrong)
+
+
+def _together(key: TensorKey, held: Sequence[tuple[int, Piece]], wrong: list[str]) -> Tensor:
+    """One tensor; what is wrong with it is added to ``wrong``."""
+    name = " ".join(map(str, key))
+    full = torch.full(held[0][1].shape, math.nan, dtype=held[0][1].values.dtype)
+    filled = torch.zeros(full.shape, dtype=torch.bool)
+    first: dict[tuple[tuple[int, int], ...], Tensor] = {}
+    for rank, piece in held:
+        copy = first.setdefault(tuple((part.start, part.stop) for part in piece.part), piece.values)
+        if copy is not piece.values and torch.equal(copy, piece.values):
+            continue  # most are, and this is the quickest way to tell
+        here, seen = full[piece.part], filled[piece.part]
+        if bool(seen.any()) and not torch.equal(here[seen], piece.values[seen]):
+            wrong.append(f"{name}: rank {rank} holds other numbers than a rank before it")
+        full[piece.part] = piece.values
+        filled[piece.part] = True
+    if not bool(filled.all()):
+        wrong.append(f"{name}: {int((~filled).sum())} elements are held by no rank")
+    return full
 
 
 def relative(reference: Tensor, other: Tensor, order: float = math.inf) -> float:
@@ -93,9 +111,15 @@ def relative(reference: Tensor, other: Tensor, order: float = math.inf) -> float
 def compare(
     reference: Sequence[RankRecord], records: Sequence[RankRecord], tolerance: Tolerance
 ) -> tuple[list[Difference], list[str]]:
-    """The largest difference of every kind, and faults of the layout itself (see ``assemble``)."""
-    expected, _ = assemble(reference)
-    found, wrong = assemble(records)
+    """The largest difference of every kind, and faults of the layout itself (see ``Assembled``)."""
+    return compare_assembled(assemble(reference), assemble(records), tolerance)
+
+
+def compare_assembled(
+    reference: Assembled, other: Assembled, tolerance: Tolerance
+) -> tuple[list[Difference], list[str]]:
+    """``compare`` of what is assembled already."""
+    expected, found, wrong = reference.tensors, other.tensors, list(other.wrong)
     if expected.keys() != found.keys():
         wrong.append(f"tensors held by one layout only: {sorted(map(str, expected.keys() ^ found.keys()))[:5]}")
     worst: dict[str, Difference] = {}
@@ -104,13 +128,13 @@ def compare(
         if kind not in worst or not difference <= worst[kind].relative:
             worst[kind] = Difference(kind, difference, where, allowed)
 
-    for rank, record in enumerate(records):
+    for rank, record in enumerate(other.records):
         for kind, ours, theirs in (
-            ("loss", reference[0].losses, record.losses),
-            ("gradient norm", reference[0].grad_norms, record.grad_norms),
+            ("loss", reference.records[0].losses, record.losses),
+            ("gradient norm", reference.records[0].grad_norms, record.grad_norms),
         ):
-            for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-                note(kind, relative(_double(one), _double(other)), f"step {step} on rank {rank}", tolerance.scalars)
+            for step, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+                note(kind, relative(_double(one), _double(two)), f"step {step} on rank {rank}", tolerance.scalars)
     for key in expected.keys() & found.keys():
         kind, name, step = key
         allowed = 0.0 if kind == "initial" else tolerance.tensors

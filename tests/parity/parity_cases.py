@@ -22,11 +22,11 @@ SCHEDULES = (*SINGLE_STAGE, *MULTI_STAGE)
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 GLOBAL_BATCH = 16
 
-# KV heads are cut at tp 2 and copied at tp 4 and 8. The gradient norm lies above max_grad_norm, so that
-# clipping takes part. A larger eps than usual: AdamW divides a gradient by its own size, and in float32 some of
-# these small gradients are rounding error.
+# As few layers as two stages can share unevenly. KV heads are cut at tp 2 and copied at tp 4 and 8. The gradient norm
+# lies above max_grad_norm, so that clipping takes part. A larger eps than usual: AdamW divides a gradient by its own
+# size, and in float32 some of these small gradients are rounding error.
 BASE = """
-model: {name: llama3-debug, vocab_size: 64, dim: 32, n_layers: 5, n_heads: 8, n_kv_heads: 2, ffn_dim: 64,
+model: {name: llama3-debug, vocab_size: 64, dim: 32, n_layers: 3, n_heads: 8, n_kv_heads: 2, ffn_dim: 64,
         rope_scaling: {factor: 4.0, original_max_seq_len: 16}}
 training: {seq_len: 16, global_batch_size: 16, microbatch_size: 2, steps: 5, seed: 7, max_grad_norm: 0.3}
 optimizer: {lr: 3.0e-3, eps: 1.0e-6}
@@ -56,7 +56,8 @@ class Case:
 
 
 def case(name: str, degrees: Degrees, *overrides: str) -> Case:
-    """``name`` comes after the degrees in the case's own name."""
+    """``name`` comes after the degrees in the case's own name. Unless overridden there are two microbatches, or two for
+    every pipeline stage, with which any schedule runs."""
     pp, dp_replicate, dp_shard, tp = degrees
     text = f"pp{pp} rep{dp_replicate} shard{dp_shard} tp{tp} {name}".strip()
     degree = (
@@ -64,15 +65,17 @@ def case(name: str, degrees: Degrees, *overrides: str) -> Case:
         f"parallelism.data_parallel_replicate_degree={dp_replicate}",
         f"parallelism.data_parallel_shard_degree={dp_shard}",
         f"parallelism.tensor_parallel_degree={tp}",
+        f"training.microbatch_size={_largest(GLOBAL_BATCH // (dp_replicate * dp_shard), 2 * pp)}",
     )
     return Case(text, prod(degrees), degree + overrides)
 
 
 def schedule(name: str, *layers: int) -> tuple[str, ...]:
-    """Overrides for a schedule, with as many layers in each stage where ``layers`` are given."""
+    """Overrides for a schedule, with as many layers in each stage where ``layers`` are given, and else enough for two
+    ranks, unevenly."""
     chosen = (f"parallelism.pipeline_parallel_schedule={name}",)
     if not layers:
-        return chosen
+        return (*chosen, "model.n_layers=5") if name in MULTI_STAGE else chosen
     counts = ",".join(map(str, layers))
     return (*chosen, f"parallelism.pipeline_parallel_layers_per_stage=[{counts}]", f"model.n_layers={sum(layers)}")
 
@@ -102,15 +105,20 @@ def _layers(pp: int, name: str) -> tuple[str, ...]:
     n_stages = pp * (2 if name in MULTI_STAGE else 1)
     if n_stages == 16:
         return schedule(name, 0, *[1] * 13, 2, 0)
-    return (*schedule(name), f"model.n_layers={5 if n_stages <= 4 else 9}")
+    return (*schedule(name), f"model.n_layers={n_stages + 1}")
 
 
 def _microbatch_size(degrees: Degrees, name: str) -> int:
     """The largest with which the schedule has microbatches enough, and two at least."""
     pp, dp_replicate, dp_shard, _ = degrees
     least = max(2, 2 * pp if name == "DualPipeV" else pp)
-    local = GLOBAL_BATCH // (dp_replicate * dp_shard)
-    return max(size for size in range(1, local + 1) if local % size == 0 and local // size >= least)
+    return _largest(GLOBAL_BATCH // (dp_replicate * dp_shard), least)
+
+
+def _largest(local_batch: int, microbatches: int) -> int:
+    """Microbatch of which the local batch has ``microbatches`` or more; 1 where it has too few samples."""
+    sizes = range(1, local_batch + 1)
+    return max((size for size in sizes if local_batch % size == 0 and local_batch // size >= microbatches), default=1)
 
 
 def enumerated(world: int) -> Iterator[Case]:

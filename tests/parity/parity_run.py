@@ -16,11 +16,12 @@ from koushi.errors import KoushiError
 from koushi.job import Job
 from koushi.models.llama.layout import parameters
 from koushi.verify.command import run_recorded
-from koushi.verify.compare import KINDS, TOLERANCES, Tolerance, assemble, compare, relative
+from koushi.verify.compare import KINDS, TOLERANCES, Assembled, Tolerance, assemble, compare_assembled, relative
 from koushi.verify.record import RankRecord
 from koushi.verify.scale import single_process
 
-STEPS = {"float64": 2, "float32": 5, "bfloat16": 5}
+STEPS = {"float64": 2, "float32": 2, "bfloat16": 5}
+"""The second step is the first that begins with moments and with weights that were updated."""
 MOST_IN_A_WORLD = 20
 _folders = count()
 
@@ -64,41 +65,45 @@ def differing(
     job: Job, steps: int, reference: list[RankRecord], records: list[RankRecord], tolerance: Tolerance, dtype: str
 ) -> list[str]:
     """What is wrong with ``records``, in words; nothing where the layout trains as one process does."""
-    differences, found = compare(reference, records, tolerance)
+    expected, held = assemble(reference), assemble(records)
+    differences, found = compare_assembled(expected, held, tolerance)
     found += [f"{one.kind}: {one.relative:.1e} at {one.where}" for one in differences if not one.within]
     if {one.kind for one in differences} != set(KINDS):
         found.append(f"only {[one.kind for one in differences]} were compared")
-    found += _incomplete(job, steps, records)
+    found += _incomplete(job, steps, held)
     if dtype == "float64":
-        found += _parameters(reference, records, tolerance.tensors)
+        found += _parameters(expected, held, tolerance.tensors)
     return found
 
 
-def _incomplete(job: Job, steps: int, records: list[RankRecord]) -> list[str]:
+def _incomplete(job: Job, steps: int, held: Assembled) -> list[str]:
     """Every tensor of the model is there, in its unsharded shape, for every step."""
     names = parameters(job.size)
     expected = {("gradient", name, step) for name in names for step in range(steps)}
     for kind, step in (("initial", 0), ("parameter", steps), ("exp_avg", steps), ("exp_avg_sq", steps)):
         expected |= {(kind, name, step) for name in names}
-    held, _ = assemble(records)
-    found = []
-    if held.keys() != expected:
-        found.append(f"recorded besides or not at all: {sorted(map(str, held.keys() ^ expected))[:5]}")
-    found += [f"{key} has the shape {value.shape}" for key, value in held.items() if value.shape != names[key[1]].shape]
-    if any(len(record.losses) != steps or len(record.grad_norms) != steps for record in records):
+    found, tensors = [], held.tensors
+    if tensors.keys() != expected:
+        found.append(f"recorded besides or not at all: {sorted(map(str, tensors.keys() ^ expected))[:5]}")
+    found += [f"{key} has the shape {one.shape}" for key, one in tensors.items() if one.shape != names[key[1]].shape]
+    if any(len(record.losses) != steps or len(record.grad_norms) != steps for record in held.records):
         found.append("a rank lacks losses or norms")
     return found
 
 
-def _parameters(reference: list[RankRecord], records: list[RankRecord], allowed: float) -> list[str]:
+def _parameters(reference: Assembled, other: Assembled, allowed: float) -> list[str]:
     """In float64 the worst element of a parameter has no excuse either."""
-    expected, held = assemble(reference)[0], assemble(records)[0]
-    apart = {key: relative(expected[key], held[key]) for key in expected.keys() & held.keys() if key[0] == "parameter"}
-    return [f"parameter {key[1]}: worst element {value:.1e}" for key, value in apart.items() if not value <= allowed]
+    names = [key for key in reference.tensors.keys() & other.tensors.keys() if key[0] == "parameter"]
+    apart = {key[1]: relative(reference.tensors[key], other.tensors[key]) for key in names}
+    return [f"parameter {name}: worst element {value:.1e}" for name, value in apart.items() if not value <= allowed]
 
 
 def failures(
-    cases: Sequence[Case], dtype: str, references: References, tolerance: Tolerance | None = None
+    cases: Sequence[Case],
+    dtype: str,
+    references: References,
+    tolerance: Tolerance | None = None,
+    steps: int | None = None,
 ) -> dict[str, list[str]]:
     """Name of each case that does not train as one process does, with what is wrong. Cases of one world size.
 
@@ -106,7 +111,7 @@ def failures(
     """
     assert cases, "no cases to run"
     assert len({one.world for one in cases}) == 1, "the cases need worlds of different sizes"
-    steps = STEPS[dtype]
+    steps = steps or STEPS[dtype]
     jobs = [one.job(references.folder, *precision(dtype)) for one in cases]
     ledgers = references.folder / f"ledgers-{next(_folders)}"
     with recorded(jobs if dtype == "float64" else (), ledgers):

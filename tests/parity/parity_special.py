@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parity_cases import SCHEDULES, Case, batch, case, schedule, tied
+from parity_cases import MULTI_STAGE, SCHEDULES, Case, batch, case, schedule, tied
 
 # What divides by three: 6 heads, 3 KV heads, sizes of 36, 66 and 18.
 THREES = (
@@ -15,6 +15,7 @@ THREES = (
     "model.vocab_size=66",
     "training.seq_len=18",
     "training.global_batch_size=12",
+    "training.microbatch_size=2",
 )
 # Over eight ranks: 20 rows are 3, ..., 3, 2 and 0; the KV head's 10 leave three ranks empty.
 TWENTY = ("model.dim=20", "model.n_heads=2", "model.n_kv_heads=1", "model.ffn_dim=26", "model.vocab_size=34")
@@ -58,7 +59,7 @@ def odd_microbatches() -> Iterator[Case]:
         ("DualPipeV", 4, (8, 9)),
     ):
         for count in counts:
-            layers = f"model.n_layers={9 if pp == 4 else 5}"
+            layers = f"model.n_layers={(2 * pp if name in MULTI_STAGE else pp) + 1}"
             yield case(f"{name} {count} microbatches", (pp, 1, 1, 1), *schedule(name), layers, *batch(count, 1))
 
 
@@ -107,12 +108,12 @@ def odd_worlds() -> Iterator[Case]:
         for degrees in ((1, 1, 3, 1), (1, 3, 1, 1), (1, 1, 1, 3)):
             yield case(label, degrees, *THREES, tied(ties))
         for name in SCHEDULES:
-            layers = "model.n_layers=7"
+            layers = "model.n_layers=" + ("7" if name in MULTI_STAGE else "4")
             yield case(f"{name} {label}", (3, 1, 1, 1), *THREES, *schedule(name), layers, tied(ties))
         for degrees in ((1, 1, 3, 2), (1, 1, 2, 3), (1, 2, 3, 1), (1, 3, 2, 1), (1, 2, 1, 3), (1, 3, 1, 2)):
             kv = "model.n_kv_heads=" + ("6" if degrees[3] == 2 else "1")
             yield case(label, degrees, *THREES, kv, tied(ties), "data.masked_fraction=0.8")
-        yield case(f"1F1B {label}", (3, 1, 2, 1), *THREES, *schedule("1F1B"), tied(ties))
+        yield case(f"1F1B {label}", (3, 1, 2, 1), *THREES, *schedule("1F1B"), "model.n_layers=4", tied(ties))
         yield case(f"ZBVZeroBubble {label}", (2, 1, 3, 1), *THREES, *schedule("ZBVZeroBubble"), tied(ties))
         yield case(f"DualPipeV {label}", (2, 1, 1, 3), *THREES, *schedule("DualPipeV"), tied(ties))
         yield case(f"dim 20 {label}", (1, 1, 8, 1), *TWENTY, tied(ties))

@@ -72,7 +72,7 @@ def other_start(patch: Patch) -> None:
     """One rank draws one weight from another seed."""
 
     def drawn(seed: int, name: str, *rest: Any) -> torch.Tensor:
-        return draw(seed + (name == "layers.4.feed_forward.w2.weight" and dist.get_rank() == 1), name, *rest)
+        return draw(seed + (name == "layers.2.feed_forward.w2.weight" and dist.get_rank() == 1), name, *rest)
 
     patch.setattr(shards, "draw", drawn)
 
@@ -210,5 +210,5 @@ def test_every_control_is_sound_without_its_fault(references: References) -> Non
 def test_the_model_of_the_controls_has_what_they_break(references: References) -> None:
     job = case("", TP4).job(references.folder)
     described: dict[str, Parameter] = parameters(job.size)
-    assert {"layers.0.attention.wo.weight", "layers.4.feed_forward.w2.weight"} <= described.keys()
+    assert {"layers.0.attention.wo.weight", "layers.2.feed_forward.w2.weight"} <= described.keys()
     assert any(one.shape == (64, 32) for one in described.values())

@@ -32,8 +32,9 @@ def test_one_process_is_a_plain_loop(ties: bool, masked: str, references: Refere
     one = case("", (1, 1, 1, 1), tied(ties), f"data.masked_fraction={masked}")
     job = twin(one.job(references.folder, *precision("float64")))
     records = references.of(job, steps)
-    recorded, wrong = assemble(records)
-    assert not wrong
+    together = assemble(records)
+    recorded = together.tensors
+    assert not together.wrong
     model = _model(job, {name: value for (kind, name, _), value in recorded.items() if kind == "initial"})
     parameters = dict(model.named_parameters())
     options, training = job.config.optimizer, job.config.training

@@ -78,10 +78,10 @@ def test_equal_layouts_are_equal() -> None:
 
 
 def test_pieces_make_a_whole() -> None:
-    whole, wrong = assemble(layout())
-    assert wrong == []
-    assert set(whole) == {(kind, "w", 2) for kind in TENSOR_KINDS}
-    assert all(torch.equal(value, WHOLE) for value in whole.values())
+    whole = assemble(layout())
+    assert whole.wrong == []
+    assert set(whole.tensors) == {(kind, "w", 2) for kind in TENSOR_KINDS}
+    assert all(torch.equal(value, WHOLE) for value in whole.tensors.values())
 
 
 @pytest.mark.parametrize("kind", TENSOR_KINDS)
