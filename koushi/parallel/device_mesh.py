@@ -55,12 +55,20 @@ def build_mesh(spec: MeshSpec, device_type: str, timeout: float | None = None) -
             f"the mesh {spec} needs {spec.world_size} processes, but {started} were started; "
             f"start {spec.world_size}, or change the degrees"
         )
+    if timeout is not None:
+        _await_all(device_type)
     world_mesh = init_device_mesh(device_type, spec.shape, mesh_dim_names=spec.names)
     if timeout is not None:
         for group in world_mesh.get_all_groups():
             group.set_timeout(timedelta(seconds=timeout))
     name_groups({name: world_mesh.get_group(name) for name in spec.names if spec.degree(name) > 1})
     return world_mesh
+
+
+def _await_all(device_type: str) -> None:
+    """Return once every rank is here; a collective, whose wait ends and tells which rank is not, where torch waits half
+    an hour in silence for one that does not come to make a group."""
+    dist.all_reduce(torch.zeros(1, device=device_type))
 
 
 def destroy_mesh(world_mesh: DeviceMesh) -> None:

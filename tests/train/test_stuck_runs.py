@@ -18,11 +18,13 @@ from tiny import tiny_job
 
 from koushi.errors import RankFailure
 from koushi.job import Job
+from koushi.parallel.device_mesh import init_process_group
 from koushi.run_folder import CHECKPOINTS
 from koushi.train.launch import launch
 from koushi.train.resume import RunPlace
 from koushi.train.step import TrainStep
 from koushi.train.trainer import train_rank
+from koushi.verify.record import record_jobs
 
 AT_STEP = 2
 
@@ -103,6 +105,20 @@ def test_a_stopped_rank_is_named_with_its_sub_mesh(
     assert len(members) == 2
     for member, line in zip(members, lines, strict=False):
         assert line.startswith(f"  rank {member} ("), lines
+
+
+def late(job: Job, folder: Path) -> None:
+    """Worker: verify's, but rank 1 does not come to build the mesh."""
+    if os.environ["RANK"] == "1":
+        init_process_group(torch.device("cpu"), job.config.run.timeout)
+        time.sleep(600)
+    record_jobs(job, jobs=[job], steps=1, folder=folder)
+
+
+@pytest.mark.long
+def test_a_rank_that_does_not_come_to_build_the_mesh_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"on all ranks waited \d\.\d s: rank 1 \(dp_shard=1\) has not arrived"):
+        launch(partial(late, folder=tmp_path), tiny_job(tmp_path, "run.timeout=2", "--dp-shard", "2"))
 
 
 @pytest.mark.long
