@@ -182,7 +182,7 @@ def splits(question: Question) -> Iterator[Split]:
 
 
 def legal_devices(question: Question) -> list[int]:
-    """The numbers of devices next to those of ``question``, below and above, that have a legal layout, if any is near."""
+    """The next numbers of devices below and above those of ``question`` that have a legal layout, if any is near."""
     own = question.devices
     nearby = (range(own - 1, max(0, own - NEARBY), -1), range(own + 1, own + NEARBY))
     found = (next((one for one in numbers if any(layouts(replace(question, devices=one)))), None) for numbers in nearby)
