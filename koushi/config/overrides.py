@@ -169,9 +169,8 @@ def _follow(tree: Tree, place: Place) -> bool:
 
 def _without_value(argument: Argument) -> Found:
     if argument.value is not None:
-        legal = (
-            f"write {argument.name} {SHORT[argument.name].takes}, or leave it out" if argument.name in SHORT else _EMPTY
-        )
+        short = SHORT.get(argument.name)
+        legal = f"write {argument.name} {short.takes}, or leave it out" if short else _EMPTY
         return Found(argument.place, argument.key, "is given no value", legal)
     if argument.text.startswith("--"):
         return Found(argument.place, argument.key, "has no value", f"write {argument.text}=value")

@@ -20,17 +20,19 @@ from koushi.check.rule import (
     RESHARD,
     TP,
     WORLD,
+    listed,
 )
 from koushi.config.edit import check_edit_target, write_edited
 from koushi.config.load import RunFile, load
-from koushi.errors import ConfigError, DoesNotFit, Problem
+from koushi.config.source import Found
+from koushi.errors import ConfigError, DoesNotFit
 from koushi.hardware.hardware import ASSUMED, Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.mesh import MOST_DEVICES
 from koushi.plan.as_json import plan_json, search_json
 from koushi.plan.fixes import advice, more_devices
-from koushi.plan.layouts import Layout, question_of, values_of
+from koushi.plan.layouts import Layout, legal_devices, question_of, values_of
 from koushi.plan.plan import plan
 from koushi.plan.search import search
 from koushi.plan.search_text import search_text
@@ -71,8 +73,10 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
     result = search(question, base, on)
     if not result.legal:
-        what = f"no layout of {devices} devices is legal for this model and batch"
-        raise ConfigError([Problem(str(path), WORLD, what, "another number of devices, or another global batch")])
+        what = f"no layout of {counted(devices, 'device')} is legal for this model and batch"
+        near = listed(legal_devices(question)) or "another number"
+        key, place = run_file.place(WORLD, DP_SHARD)
+        raise ConfigError([Found(place, key, what, f"{near} of them, or another global batch").problem])
     if as_json:
         click.echo(json.dumps(search_json(result), indent=1))
     else:

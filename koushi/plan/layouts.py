@@ -31,6 +31,10 @@ from koushi.schedules import SCHEDULES, microbatches_fit
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
+NEARBY = 256
+"""How far from a number of devices another one is still worth naming."""
+
+
 @dataclass(frozen=True)
 class Question:
     """What a search keeps as it is: the model, the batch and how many devices there are."""
@@ -175,6 +179,14 @@ def splits(question: Question) -> Iterator[Split]:
             if left == 0:
                 for microbatch_size in divisors(samples):
                     yield Split(tp, pp, data_parallel, microbatch_size, samples // microbatch_size)
+
+
+def legal_devices(question: Question) -> list[int]:
+    """The next numbers of devices below and above those of ``question`` that have a legal layout, if any is near."""
+    own = question.devices
+    nearby = (range(own - 1, max(0, own - NEARBY), -1), range(own + 1, own + NEARBY))
+    found = (next((one for one in numbers if any(layouts(replace(question, devices=one)))), None) for numbers in nearby)
+    return [one for one in found if one is not None]
 
 
 def layouts(question: Question) -> Iterator[Layout]:

@@ -151,21 +151,40 @@ class _Search:
         return SearchResult(best, front, misses, legal_count(self.question), costs.simulated, costs.capacity)
 
     def _smallest(self) -> tuple[Scored, ...]:
-        """What needs the least memory: one sample at a time, as many shards as there are, all of blocks recomputed."""
-        costs, waiting = self.costs, []
+        """What needs the least memory; a bound of it leads to what has closer ones, until none can be less."""
+        costs, order = self.costs, count()
+        waiting: list[tuple[float, int, Split | _TooLarge]] = []
         for split in splits(self.question):
-            if split.microbatch_size > 1:
-                continue
-            for pipeline in pipelines(self.question, split.pp, split.microbatches):
-                layout = next(spread(split, "full", pipeline))
-                waiting.append((costs.memory_floor(split, layout), layout))
+            heappush(waiting, (costs.room.split_floor(split, split.data_parallel), next(order), split))
         found: list[tuple[float, Layout]] = []
-        for floor, layout in sorted(waiting):
+        while waiting:
+            floor, _, item = heappop(waiting)
             if len(found) == MISSES and floor >= found[-1][0]:
                 break
-            insort(found, (costs.memory(layout), layout))
-            del found[MISSES:]
+            if isinstance(item, _One):
+                insort(found, (costs.memory(item.layout), item.layout))
+                del found[MISSES:]
+                continue
+            for memory, part in self._parts(item):
+                if len(found) < MISSES or memory < found[-1][0]:
+                    heappush(waiting, (memory, next(order), part))
         return tuple(Scored(layout, costs.step_seconds(layout), memory) for memory, layout in found)
+
+    def _parts(self, item: Split | _Family) -> Iterator[tuple[float, _TooLarge]]:
+        """Of a split its families, of a family its layouts, each with a bound of its memory."""
+        costs = self.costs
+        if isinstance(item, Split):
+            schedules = {pipeline.schedule for pipeline in pipelines(self.question, item.pp, item.microbatches)}
+            for recompute in MODES:
+                for family in {FAMILIES[schedule]: None for schedule in sorted(schedules)}:
+                    yield costs.family_memory_floor(item, recompute, family), _Family(item, recompute, family)
+            return
+        split, recompute, family = item
+        for pipeline in pipelines(self.question, split.pp, split.microbatches):
+            if FAMILIES[pipeline.schedule] == family:
+                for layout in spread(split, recompute, pipeline):
+                    memory = costs.memory_floor(split, layout)
+                    yield memory, _One(split, layout, memory, exact=False)
 
     def _misses(self) -> tuple[Scored, ...]:
         """Faster than the fastest, but too large: of those that may be, the smallest by a bound of their memory."""

@@ -71,10 +71,10 @@ def test_an_option_has_one_sentence_and_a_sentence_one_option() -> None:
 
 
 def test_what_every_run_file_takes_is_declared_once() -> None:
-    """No command has an option of its own for it; init, which reads no run file, says the same of --gpus."""
+    """No command has an option of its own for it; init, which reads no run file, says the same of two."""
     own = [(command, option) for command, option in options() if option.opts[0] in SHORT]
-    assert [(command, option.opts[0]) for command, option in own] == [("init", "--gpus")]
-    assert sentence(own[0][1]) == SHORT["--gpus"].meaning
+    assert {(command, option.opts[0]) for command, option in own} == {("init", "--gpus"), ("init", "--hardware")}
+    assert all(sentence(option) == SHORT[option.opts[0]].meaning for _, option in own)
     reading = {name for name, one in all_commands() if any(option.name == "arguments" for option in one.params)}
     assert reading == {name for name, one in all_commands() if isinstance(one, RunFileCommand)}
     assert reading == {"check", "train", "verify", "plan", "dry-run", "mesh", "config", "launch"}

@@ -338,3 +338,17 @@ def test_the_json_keeps_its_names(small: str, capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["version", "legal", "simulated", "chosen", "best", "front", "too_large"]
     assert list(found["best"][0]) == ["layout", "seconds", "memory", "tight"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "near"),
+    [("7", "6 or 8"), ("301", "256 or 320"), ("100003", "another number")],
+)
+def test_devices_without_a_legal_layout_are_told_with_the_nearest_that_have_one(
+    devices: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(ROOT / "examples" / "debug.yaml"), "--search", "--gpus", devices) == 2
+    assert capsys.readouterr().err == (
+        f"--gpus {devices} (parallelism.world_size): no layout of {devices} devices is legal for this model and batch; "
+        f"{near} of them, or another global batch\n"
+    )
