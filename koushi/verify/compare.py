@@ -146,7 +146,7 @@ def compare_assembled(
 def unmoved(reference: Sequence[RankRecord], tolerance: Tolerance) -> dict[str, float]:
     """Parameters that all steps together moved by less than is allowed for rounding, with that share of their size: of
     those nothing shows that another layout updates them."""
-    whole, _ = assemble(reference)
+    whole = assemble(reference).tensors
     moved = {
         name: relative(whole["initial", name, 0], values, tolerance.order)
         for (kind, name, _), values in whole.items()
