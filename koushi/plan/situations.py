@@ -50,8 +50,8 @@ ALIKE = 5
 class Habits(NamedTuple):
     """What a rank's stages keep besides."""
 
-    most_sent: int
-    """What a stage has sent is counted up to so many."""
+    stays_sent: range
+    """Which of the gradients that a stage sends, by their number from 1 on, count from then to the end of the step."""
     wholes_stay: bool
     """Whether what a backward that is not split has sent counts too."""
     adds_late: bool
@@ -99,7 +99,7 @@ def _every(order: Order, microbatches: int, habits: Habits, kinds: tuple[int, ..
             counts[kind] -= 1
             if step == "I" or habits.wholes_stay:
                 sent[stage] = sent.get(stage, 0) + 1
-                counts[SENT * many + kind] += sent[stage] <= habits.most_sent
+                counts[SENT * many + kind] += sent[stage] in habits.stays_sent
         summed, waits = _gradients(step, stage, stage in whole, stage in late, habits.adds_late)
         for what, has, stages in ((WHOLE, summed, whole), (LATE, waits, late)):
             if has is not (stage in stages):

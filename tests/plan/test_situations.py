@@ -29,7 +29,7 @@ def situations(
 ) -> tuple[tuple[Situation, ...], ...]:
     """Of every pipeline coordinate."""
     shape = schedule, pp, n_stages, microbatches
-    habits = Habits(most_sent, True, adds_late)
+    habits = Habits(range(1, most_sent + 1), True, adds_late)
     return tuple(situations_of_rank(*shape, rank, habits, kinds) for rank in range(pp))
 
 
