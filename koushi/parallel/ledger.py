@@ -203,13 +203,12 @@ class Recorder(TorchDispatchMode):
         )
 
     def _phase(self, call: Call, called: Caller, *, in_backward: bool) -> Phase:
+        if called.greets:
+            return "start"
         if called.in_pipeline:
             exchanged = self._exchanges.phase(call.tensors[0])
-            if exchanged is not None:
-                return exchanged
-            # Activations go down the ranks and gradients up, but for where stages wrap around.
-            downwards = (call.peer is not None and call.peer > self._rank) == (call.operation == "send")
-            return "forward" if downwards else "backward"
+            assert exchanged is not None, f"a {call.operation} of a pipeline which none of its stages has made"
+            return exchanged
         if in_backward or called.reduces_gradients:
             return "backward"
         return "forward" if self._modules.entered or called.sharded is not None else "start"

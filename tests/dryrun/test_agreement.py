@@ -16,6 +16,10 @@ from koushi.dryrun.forks import in_forks
 from koushi.dryrun.trace import RankTrace, trace
 from koushi.dryrun.world import DeviceKind
 from koushi.job import Job
+from koushi.plan.fullest import alike_stages
+from koushi.plan.sharded import step_span
+from koushi.plan.spans import GRADIENTS, STREAMS
+from koushi.plan.workload import of_job
 from koushi.schedules import SCHEDULES
 
 BASE = """
@@ -115,6 +119,20 @@ def test_where_they_parted_once(kind: DeviceKind, tmp_path: Path) -> None:
     path.write_text(BASE, encoding="utf-8")
     jobs = {name: check(load(path, (*overrides, f"run.device={kind}"))) for name, overrides in PARTED.items()}
     assert apart(jobs, kind) == []
+
+
+@pytest.mark.parametrize("sharing", ["--dp-replicate", "--dp-shard"])
+def test_reductions_have_the_pool_that_is_planned(sharing: str, tmp_path: Path) -> None:
+    """torch makes what they give, and a group of one its copy, on a stream of their own."""
+    path = tmp_path / "run.yaml"
+    path.write_text(BASE, encoding="utf-8")
+    mixed = ("precision.compute=bfloat16", "run.device=cuda", *SHAPES["parameters"])
+    one = check(load(path, (sharing, "2", *mixed)))
+    (stage,) = alike_stages(of_job(one), 0, "gpu")
+    degrees = (one.mesh.degree(name) for name in ("dp_shard", "dp_replicate"))
+    planned = step_span(stage.stage, *degrees, one.microbatches).stream_highest[STREAMS.index(GRADIENTS)]
+    (found,) = in_forks(_traced, [(one, 0, "cuda")])
+    assert planned > 0 and planned in found.peak.pools
 
 
 def test_messages_keep_their_direction_whoever_else_watches_stages(

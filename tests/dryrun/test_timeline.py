@@ -11,12 +11,12 @@ from tiny import tiny_job
 
 from koushi.check.check import check
 from koushi.config.load import load
-from koushi.dryrun.command import hardware
 from koushi.dryrun.extrapolate import whole
 from koushi.dryrun.flops import block_of
 from koushi.dryrun.ranks import rank_classes
 from koushi.dryrun.timeline import COMPUTE, Slice, timeline, write
 from koushi.job import Job
+from koushi.plan.command import hardware_of
 from koushi.plan.edges import edges, seconds_of
 from koushi.plan.workload import of_job
 from koushi.traffic import Collective
@@ -172,7 +172,7 @@ def test_dp_shard_exposes_what_the_plan_says_and_two_calls_more(microbatches: in
     """The plan hides the first block's gather and the last one's reduction as it hides the others'."""
     overrides = ("model.n_layers=4", f"training.global_batch_size={8 * microbatches}")
     job = check(load(EXAMPLES / "llama3_8b.yaml", overrides))
-    chosen = hardware(job, "cuda")
+    chosen = hardware_of(job)
     rate = chosen.chip.peak(job.config.precision.compute) * chosen.chip.sustained
     slices = timeline(job.mesh, whole(job, "cuda", [0]), rate, partial(seconds_of, job.mesh, chosen))
     exposed = max(one.start + one.seconds for one in slices)
