@@ -98,7 +98,7 @@ def test_a_step_takes_as_long_as_its_schedule_where_messages_take_nothing(tmp_pa
         f"parallelism.pipeline_parallel_schedule={name}",
         f"training.global_batch_size={2 * pp}",
     )
-    job = tiny_job(tmp_path, *pipeline, *batch, "model.n_layers=12", "model.vocab_size=64")
+    job = tiny_job(tmp_path, *pipeline, "model.n_layers=12", "model.vocab_size=64")
     traces = whole(job, "cuda", [one.representative for one in rank_classes(job)])
     slices = timeline(job.mesh, traces, RATE, lambda _: 0.0)
     spent: Counter[tuple[int, str]] = Counter()
