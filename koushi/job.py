@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from koushi.config.schema import JobConfig
+from koushi.hardware.hardware import ASSUMED
 from koushi.mesh import MeshSpec
 from koushi.models.llama.sizes import LlamaSize
 
@@ -30,6 +31,12 @@ class Job:
         """For people: the preset's, or that of the Hugging Face folder."""
         model = self.config.model
         return model.name if model.hf is None else Path(model.hf).name
+
+    @property
+    def hardware(self) -> str:
+        """The name or path of what every command plans for."""
+        run = self.config.run
+        return run.hardware or ("cpu" if run.device == "cpu" else ASSUMED)
 
     @property
     def data_parallel_degree(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,9 @@ from koushi.dryrun.report import as_json, reading, reading_json, text
 from koushi.dryrun.trace import RankTrace
 from koushi.dryrun.world import DeviceKind
 from koushi.errors import AuditFailed, NotAsPlanned
-from koushi.hardware.hardware import ASSUMED, Hardware
-from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.output import check_target
+from koushi.plan.command import hardware_of
 from koushi.plan.edges import seconds_of
 from koushi.plan.plan import Plan, plan
 from koushi.plan.workload import of_job
@@ -36,8 +35,6 @@ from koushi.train.command import started_world
 from koushi.units import counted
 
 SOUND = "audit: each collective is on the sub-mesh that owns it, none is needless, and none waits for ever"
-
-DEFAULT_HARDWARE: Mapping[DeviceKind, str] = {"cuda": ASSUMED, "cpu": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class DryRun:
     @property
     def plan(self) -> Plan:
         """Of the same job, on the hardware that its devices are taken to be."""
-        return plan(of_job(self.job), hardware(self.job, self.kind))
+        return plan(of_job(self.job), hardware_of(self.job))
 
 
 def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False, trace: Path | None = None) -> None:
@@ -118,20 +115,15 @@ def run_dry(job: Job, *, every_event: bool = False) -> DryRun:
 
 
 def device_kind(job: Job) -> DeviceKind:
-    """What is predicted for: what the run file asks for; else CUDA, but where nothing speaks for it the CPU."""
+    """What is predicted for: what the run file asks for; else what it is planned on, whatever this machine has."""
     if job.config.run.device != "auto":
         return job.config.run.device
-    return "cuda" if job.config.precision.compute == "bfloat16" or torch.cuda.is_available() else "cpu"
-
-
-def hardware(job: Job, kind: DeviceKind) -> Hardware:
-    """What the job names, or the default for the kind of device."""
-    return load_hardware(job.config.run.hardware or DEFAULT_HARDWARE[kind])
+    return "cpu" if hardware_of(job).name == "cpu" else "cuda"
 
 
 def _write_timeline(path: Path, found: DryRun) -> None:
     mesh = found.job.mesh
-    chosen = hardware(found.job, found.kind)
+    chosen = hardware_of(found.job)
     rate = chosen.chip.peak(found.job.config.precision.compute) * chosen.chip.sustained
     slices = timeline.timeline(mesh, found.traces, rate, partial(seconds_of, mesh, chosen))
     timeline.write(path, mesh, slices)

@@ -77,6 +77,8 @@ class Work:
     block: str
     """As ``block_of`` names it; empty: the model itself."""
     flops: int
+    taken: int = 0
+    """How many messages pipeline stages had taken."""
 
 
 def block_of(module: str) -> str:
@@ -90,6 +92,8 @@ class FlopLog(Observer):
 
     def __init__(self) -> None:
         self.place: Callable[[], tuple[Phase, str]] = lambda: ("start", "")
+        self.taken: Callable[[], int] = lambda: 0
+        """How many messages pipeline stages have taken."""
         self.phases: Counter[Phase] = Counter()
         self.total = 0
         self.before: list[int] = []
@@ -107,12 +111,12 @@ class FlopLog(Observer):
             phase, module = self.place()
             self.phases[phase] += flops
             self.total += flops
-            self._add(Work(len(self.before), phase, block_of(module), flops))
+            self._add(Work(len(self.before), phase, block_of(module), flops, self.taken()))
 
     def _add(self, work: Work) -> None:
         if self.works:
             last = self.works[-1]
-            if (last.after, last.phase, last.block) == (work.after, work.phase, work.block):
+            if replace(last, flops=work.flops) == work:
                 self.works[-1] = replace(last, flops=last.flops + work.flops)
                 return
         self.works.append(work)

@@ -1,6 +1,7 @@
 """Memory of one rank, followed storage by storage: when each is made and freed, what for and by whom.
 
-What a kernel uses inside itself isn't seen, nor how an allocator rounds: the sum is what torch calls allocated.
+What a kernel uses inside itself isn't seen, but for the backward of CUDA's fused attention, of which it is known; nor
+how an allocator rounds: the sum is what torch calls allocated.
 
 Autograd adds a second gradient to the first in place where nobody else holds that and it is neither a view nor a
 DTensor, but never under a dispatch mode (torch/csrc/autograd/input_buffer.cpp, 2.11 to 2.13), which is how a log sees
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, Literal, get_args
 from unittest.mock import patch
 
@@ -25,6 +27,7 @@ from torch._subclasses import FakeTensor
 from koushi.dryrun.world import current_stream
 from koushi.parallel.calls import Call, Operator, tensors_in
 from koushi.parallel.ledger import Observer, current_node
+from koushi.plan.operations import fused_backward_bytes
 from koushi.traffic import Phase
 
 Kind = Literal[
@@ -181,6 +184,12 @@ class MemoryLog(Observer):
             most[stream] = max(most[stream], now[stream])
         return tuple(sorted(most.values(), reverse=True))
 
+    def touch(self, size: int) -> None:
+        """Bytes that come and go inside the operator which has just run."""
+        block = len(self.blocks)
+        self.blocks.append(Block(self.place(), (), stream=current_stream(), node=_node()))
+        self.changes += [(block, size), (block, -size)]
+
     @property
     def held(self) -> int:
         """Bytes held now."""
@@ -272,6 +281,12 @@ def _sum(log: MemoryLog, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: 
         log.sums(args[0], out)
 
 
+def _fused_backward(log: MemoryLog, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    query, key = args[1], args[2]
+    *rows, head_dim = query.shape
+    log.touch(fused_backward_bytes(prod(rows), head_dim, query.nbytes, key.nbytes < query.nbytes))
+
+
 def _cast(log: MemoryLog, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
     log.flow(args[0], out)
 
@@ -285,6 +300,8 @@ _RULES: dict[Any, Rule] = {
     _aten.add_.Tensor: _added,
     _aten.copy_.default: _added,
     _aten._to_copy.default: _cast,
+    _aten._scaled_dot_product_flash_attention_backward.default: _fused_backward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _fused_backward,
 }
 _BY_IDENTITY = {id(operator): rule for operator, rule in _RULES.items()}
 """An operator's hash is computed in Python."""

@@ -43,8 +43,7 @@ def rank_lines(job: Job, one: RankClass, trace: RankTrace) -> Iterator[str]:
     for kind in KINDS:
         if peak.kinds.get(kind):
             yield f"    {kind:<22}{bytes_text(peak.kinds[kind]):>12}"
-    modules = Counter(_by_layer(peak.modules)).most_common(_SHOWN_MODULES)
-    yield "    by module   " + ", ".join(f"{name or 'the step'} {bytes_text(size)}" for name, size in modules)
+    yield "    by module   " + ", ".join(_module_texts(_by_layer(peak.modules)))
     flops = ", ".join(f"{count_text(count)} in {phase}" for phase, count in trace.flops.items())
     yield f"  FLOPs       {count_text(sum(trace.flops.values()))}: {flops}"
     yield "  parameters  " + ", ".join(f"{name} {shape}" for name, shape in _shapes(trace.shapes).items())
@@ -119,6 +118,16 @@ def _alike(one: RankClass) -> str:
 
 def _place(phase: str, module: str) -> str:
     return f"{phase} of {module}" if module else phase
+
+
+def _module_texts(modules: Counter[str]) -> Iterator[str]:
+    """The largest, and what the others come to."""
+    *shown, last = modules.most_common(_SHOWN_MODULES)
+    for name, size in (*shown, last) if len(modules) <= _SHOWN_MODULES else shown:
+        yield f"{name or 'the step'} {bytes_text(size)}"
+    if len(modules) > _SHOWN_MODULES:
+        left = modules.total() - sum(size for _, size in shown)
+        yield f"{len(modules) - len(shown)} others {bytes_text(left)}"
 
 
 def _by_layer(modules: Mapping[str, int]) -> Counter[str]:

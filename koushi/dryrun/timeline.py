@@ -2,15 +2,15 @@
 
 One rank of every pipeline coordinate is followed through its ledger. Its compute is one lane, named by the block that
 computes. Collectives of tp hold up compute. Those of fully sharded data parallel run on the streams that torch gives
-them, a lane for each, and hold up compute where torch has it wait (``_Sharding``). What is received is waited for by
-the next compute of its phase, and arrives when its sender's lane has sent it.
+them, a lane for each, and hold up compute where torch has it wait (``_Sharding``). What is received is waited for as
+its stage begins the microbatch, and arrives when its sender's lane has sent it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from koushi.dryrun.flops import Work
 from koushi.dryrun.trace import RankTrace
 from koushi.mesh import MeshSpec
 from koushi.output import Kind, write_text
-from koushi.parallel.ledger import Event
+from koushi.parallel.ledger import Event, Taken
 from koushi.traffic import Collective, Phase
 
 Seconds = Callable[[Collective], float]
@@ -49,17 +49,17 @@ def timeline(mesh: MeshSpec, traces: Sequence[RankTrace], flops_per_second: floa
     missing = set(range(mesh.degree("pp"))) - set(chosen)
     assert not missing, f"no rank of the pipeline coordinates {sorted(missing)} was traced"
     lanes = {pp: _Rank(mesh, pp, trace, flops_per_second, seconds) for pp, trace in chosen.items()}
-    arrivals: Arrivals = defaultdict(deque)
+    arrivals: Arrivals = defaultdict(list)
     while any(not rank.done for rank in lanes.values()):
         moved = [rank.advance(arrivals) for rank in lanes.values()]
-        if not any(moved):
-            # Each waits for something that is sent later: received beforehand, needed by a later compute.
-            min((rank for rank in lanes.values() if not rank.done), key=lambda rank: rank.clock).wait_later()
+        assert any(moved), "each rank waits for what another sends later"
     return [one for rank in lanes.values() for one in rank.slices]
 
 
-Arrivals = dict[tuple[int, int, Phase], deque[float]]
-"""When what one pipeline coordinate sends to another arrives; activations and gradients apart."""
+Route = tuple[int, int, Phase]
+"""From one pipeline coordinate to another; activations and gradients apart."""
+Arrivals = dict[Route, list[float]]
+"""When what is sent arrives, in the order of sending, which is that of receiving."""
 
 
 @dataclass
@@ -186,9 +186,10 @@ class _Rank:
         self._next = 0
         self._lanes = _Lanes(pp)
         self._sharding = _Sharding(self._lanes, mesh.degree("pp") > 1)
-        self._awaited: dict[Phase, deque[int]] = defaultdict(deque)
-        """Pipeline coordinates that the next compute of a phase waits for something from."""
-        self._later = False
+        self._routes: Counter[Route] = Counter()
+        """How many messages of each have been received."""
+        self._received: dict[int, tuple[Route, int]] = {}
+        """By the number of the event: how many came before on its route."""
 
     @property
     def done(self) -> bool:
@@ -203,43 +204,31 @@ class _Rank:
         first = self._next
         while not self.done:
             step = self._steps[self._next]
-            if not (self._compute(step, arrivals) if isinstance(step, Work) else self._issue(step, arrivals)):
-                break
+            if isinstance(step, Taken):
+                route, place = self._received[step.number]
+                if place >= len(arrivals[route]):
+                    break
+                self.clock = max(self.clock, arrivals[route][place])
+            elif isinstance(step, Work):
+                self._compute(step)
+            else:
+                self._issue(step, arrivals)
             self._next += 1
         return self._next > first
 
-    def wait_later(self) -> None:
-        """Leave what is awaited to a later compute."""
-        assert any(self._awaited.values()), "a rank that waits for nothing goes on by itself"
-        self._later = True
-
-    def _received(self, phase: Phase, arrivals: Arrivals) -> bool:
-        """Wait for what was received; False where it has not been sent yet."""
-        awaited = self._awaited[phase]
-        while awaited and not self._later:
-            arrived = arrivals[awaited[0], self.pp, phase]
-            if not arrived:
-                return False
-            self.clock = max(self.clock, arrived.popleft())
-            awaited.popleft()
-        self._later = False
-        return True
-
-    def _compute(self, work: Work, arrivals: Arrivals) -> bool:
-        if not self._received(work.phase, arrivals):
-            return False
+    def _compute(self, work: Work) -> None:
         start = self._sharding.wait(work.block, self.clock)
         taken = work.flops / self._rate
         self.slices.append(Slice(self.pp, COMPUTE, f"{work.phase} {work.block}".rstrip(), start, taken))
         self.clock = start + taken
-        return True
 
-    def _issue(self, event: Event, arrivals: Arrivals) -> bool:
-        """False where something that it needs has not been sent yet."""
+    def _issue(self, event: Event, arrivals: Arrivals) -> None:
         collective = event.collective
         phase, taken = collective.phase, self._seconds(collective)
         if collective.operation == "recv":
-            self._awaited[phase].append(self._coordinate(event))
+            route = self._coordinate(event), self.pp, phase
+            self._received[event.number] = route, self._routes[route]
+            self._routes[route] += 1
         elif collective.operation == "send":
             through = self._lanes.add(collective.submesh, self.clock, event, taken)
             arrivals[self.pp, self._coordinate(event), phase].append(through)
@@ -249,26 +238,34 @@ class _Rank:
         else:
             if phase == "optimizer":
                 self.clock = self._sharding.finish(self.clock)
-            elif not self._received(phase, arrivals):
-                return False
             start = self._sharding.wait(event.module, self.clock)
             self.clock = self._lanes.add(collective.submesh, start, event, taken)
-        return True
 
     def _coordinate(self, event: Event) -> int:
         assert event.peer is not None, "sends and receives have a peer"
         return self._mesh.coordinate(event.peer)["pp"]
 
 
-def _steps(trace: RankTrace) -> list[Event | Work]:
+def _steps(trace: RankTrace) -> list[Event | Work | Taken]:
     """All that a rank does, in the order of its program."""
-    works, found = deque(trace.works), list[Event | Work]()
-    for index, event in enumerate(trace.ledger.events):
+    works, taken, found = deque(trace.works), deque(trace.ledger.taken), list[Event | Work | Taken]()
+    many = len(taken)
+
+    def before(index: int) -> None:
+        """What comes before the event of that number."""
         while works and works[0].after <= index:
+            while many - len(taken) < works[0].taken:
+                found.append(taken.popleft())
             found.append(works.popleft())
+        while taken and taken[0].after <= index:
+            found.append(taken.popleft())
+
+    for index, event in enumerate(trace.ledger.events):
+        before(index)
         if not event.once:
             found.append(event)
-    return [*found, *works]
+    before(len(trace.ledger.events))
+    return found
 
 
 def _is_trace(path: Path) -> bool:

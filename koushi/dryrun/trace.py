@@ -73,6 +73,7 @@ def traced_step(job: Job, world_mesh: DeviceMesh, device: torch.device, tokens: 
     step = _ObservedStep(job, model, optimizer)
     recorder = Recorder(job.mesh, model.parts, (memory, flops), KnownShapes())
     memory.place = flops.place = lambda: ("optimizer", "") if step.is_backward_done else recorder.place()
+    flops.taken = lambda: len(recorder.taken)
     with memory.watching(), _no_collection():
         _begin(memory, model, optimizer, (tokens, labels))
         with recorder:

@@ -133,7 +133,7 @@ class Hardware:
 
 
 ASSUMED = "h100-sxm-80gb"
-"""Where nobody names hardware."""
+"""Where nobody names hardware, nor asks for the CPU."""
 
 
 def load(name_or_path: str) -> Hardware:

@@ -58,12 +58,24 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """That a pipeline stage has taken what it has received, and begins a microbatch with it."""
+
+    number: int
+    """Of the event that received it."""
+    after: int
+    """How many events there were."""
+
+
+@dataclass(frozen=True)
 class Ledger:
     """What one rank has issued."""
 
     rank: int
     mesh: MeshSpec
     events: tuple[Event, ...]
+    taken: tuple[Taken, ...] = ()
+    """In the order of the program."""
 
     def traffic(self) -> Traffic:
         """Of every step alike."""
@@ -120,7 +132,9 @@ class Recorder(TorchDispatchMode):
         """By the identity of the operator: its hash is computed in Python."""
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._modules = _Modules(parts)
-        self._exchanges = Exchanges()
+        self._exchanges = Exchanges(self._take)
+        self.taken: list[Taken] = []
+        """What stages have taken so far."""
         self._last_backward: int | None = None
         """How many events there were when an operator last ran in backward."""
 
@@ -154,7 +168,10 @@ class Recorder(TorchDispatchMode):
             _in_phase(event, "optimizer") if event.number >= after and event.collective.phase == "forward" else event
             for event in self._events
         )
-        return Ledger(self._rank, self._mesh, events)
+        return Ledger(self._rank, self._mesh, events, tuple(self.taken))
+
+    def _take(self, number: int) -> None:
+        self.taken.append(Taken(number, len(self._events)))
 
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -188,6 +205,8 @@ class Recorder(TorchDispatchMode):
         number = len(self._events)
         if phase == "backward":
             self._last_backward = number + 1
+        if call.operation == "recv" and called.in_pipeline and not called.greets:
+            self._exchanges.received(call.tensors[0], number)
         self._events.append(
             Event(
                 number=number,
@@ -203,13 +222,12 @@ class Recorder(TorchDispatchMode):
         )
 
     def _phase(self, call: Call, called: Caller, *, in_backward: bool) -> Phase:
+        if called.greets:
+            return "start"
         if called.in_pipeline:
             exchanged = self._exchanges.phase(call.tensors[0])
-            if exchanged is not None:
-                return exchanged
-            # Activations go down the ranks and gradients up, but for where stages wrap around.
-            downwards = (call.peer is not None and call.peer > self._rank) == (call.operation == "send")
-            return "forward" if downwards else "backward"
+            assert exchanged is not None, f"a {call.operation} of a pipeline which none of its stages has made"
+            return exchanged
         if in_backward or called.reduces_gradients:
             return "backward"
         return "forward" if self._modules.entered or called.sharded is not None else "start"

@@ -26,7 +26,7 @@ from koushi.config.edit import check_edit_target, write_edited
 from koushi.config.load import RunFile, load
 from koushi.config.source import Found
 from koushi.errors import ConfigError, DoesNotFit
-from koushi.hardware.hardware import ASSUMED, Hardware
+from koushi.hardware.hardware import Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.mesh import MOST_DEVICES
@@ -108,8 +108,8 @@ _ALONE = (
 
 
 def hardware_of(job: Job) -> Hardware:
-    """What the job names, or the default."""
-    return load_hardware(job.config.run.hardware or ASSUMED)
+    """What the job is planned for."""
+    return load_hardware(job.hardware)
 
 
 def _as_it_stands(run_file: RunFile) -> Job | None:

@@ -49,15 +49,25 @@ def whole_gradients(stage: Stage) -> Bytes:
     return sum_of(GRADIENTS, stage.whole * stage.master) if stage.shape.holder == "parameters" else NOTHING
 
 
+class Sent(NamedTuple):
+    """Bytes that stay of what a stage has sent on of a microbatch."""
+
+    gradient: int
+    output: int
+    of_every: bool
+    """Whether of every microbatch that is done; else of one."""
+
+
 @lru_cache(maxsize=4096)
-def counted_bytes(stage: Stage, sent: int) -> tuple[Bytes, ...]:
-    """What a stage adds for each that is counted in a situation; ``sent``: what stays of a microbatch sent on."""
+def counted_bytes(stage: Stage, sent: Sent) -> tuple[Bytes, ...]:
+    """What a stage adds for each that is counted in a situation."""
     kept = forward(stage).after
     half = backward(stage, False, half="inputs").after if stage.shape.splits else NOTHING
+    twice = sum_of(ACTIVATIONS, -sent.output)  # what has been sent of it counts with what is kept for the other half
     return (
         kept,
-        tuple(map(sum, zip(kept, half, strict=True))),
-        sum_of(ACTIVATIONS, sent),
+        tuple(map(sum, zip(kept, half, twice, strict=True))),
+        sum_of(ACTIVATIONS, sent.gradient + sent.output),
         whole_gradients(stage),
         sum_of(UNSHARDED_GRADIENTS, stage.whole * stage.compute),
     )
@@ -75,35 +85,33 @@ def action_span(stage: Stage, situation: Situation) -> Span:
     return backward(stage, situation.first, situation.late, _HALVES[situation.step])
 
 
-def sent_bytes(workload: Workload, index: int, stage: Stage) -> tuple[int, int]:
-    """Bytes that stay of what has been sent on: of every microbatch that is done, and of the last one alone.
+def sent_of(workload: Workload, index: int, stage: Stage) -> Sent:
+    """What stays of what the stage at ``index`` sends.
 
     gloo holds what it sends as long as somebody holds the send: GPipe and torch's runtime of several stages do
-    until the end of the step, 1F1B one of each direction. NCCL lets go, but a list of sends stays, and the first
-    half of a split backward, unlike a whole one, leaves its gradient on the input.
+    until the end of the step, 1F1B one of each direction. NCCL lets go, but a list of sends stays until the next of
+    messages takes its place, which under GPipe comes before the next backward; and the first half of a split
+    backward, unlike a whole one, leaves its gradient on the input.
     """
-    before, after = (held_elsewhere(workload, index, index + step) for step in (-1, 1))
+    gradient, output = (stage.stream * held_elsewhere(workload, index, index + step) for step in (-1, 1))
     gloo = stage.shape.block.device == "cpu"
     if workload.schedule == "1F1B":
-        return 0, stage.stream * (before + (after and gloo))
+        return Sent(gradient, output * gloo, False)
     if gloo:
-        return stage.stream * (before + after), 0
+        return Sent(gradient, output, True)
     if workload.schedule == "GPipe":
-        return 0, stage.stream * before
-    return stage.stream * before if stage.shape.splits else 0, 0
+        return Sent(gradient, 0, False)
+    return Sent(gradient * stage.shape.splits, 0, stage.shape.splits)
 
 
 def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span:
     """From the start of a step to its end, on the rank at pipeline coordinate ``pp`` with its ``stages``."""
     mesh = workload.mesh
-    kept = [sent_bytes(workload, one.index, one.stage) for one in stages]
-    most_sent = workload.microbatches if any(every for every, _ in kept) else 1
-    sent = [max(several) for several in kept]
-    gloo = stages[0].stage.shape.block.device == "cpu"
+    sent = [sent_of(workload, one.index, one.stage) for one in stages]
     most = most_of_rank(
         (workload.schedule, mesh.degree("pp"), len(workload.stage_layers), workload.microbatches),
         pp,
-        Habits(most_sent, gloo or not splits_backward(workload), adds_late(stages[0].stage)),
+        habits_of(workload, stages),
         own_kinds(workload, pp)[0],
         tuple((one.stage, stays) for one, stays in zip(stages, sent, strict=True)),
     )
@@ -115,6 +123,16 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
     if not exchanges_table(workload, pp):
         return fullest
     return rank.exchange(fullest, buffers + table_shard(workload) * stages[0].stage.master)
+
+
+def habits_of(workload: Workload, stages: Sequence[Alike]) -> Habits:
+    gloo = stages[0].stage.shape.block.device == "cpu"
+    last = workload.microbatches
+    if any(sent_of(workload, one.index, one.stage).of_every for one in stages):
+        stays = range(1, last + 1)
+    else:
+        stays = range(last, last + 1) if workload.schedule == "GPipe" else range(1, 2)
+    return Habits(stays, gloo or not splits_backward(workload), adds_late(stages[0].stage))
 
 
 @dataclass(frozen=True)
@@ -193,7 +211,7 @@ def most_of_rank(
     coordinate: int,
     habits: Habits,
     kinds: tuple[int, ...],
-    stages: tuple[tuple[Stage, int], ...],
+    stages: tuple[tuple[Stage, Sent], ...],
 ) -> tuple[Most, ...]:
     """Of the situations of the rank at ``coordinate``: one for every reduction, and one for all other actions while
     as many stages are done.
@@ -243,7 +261,7 @@ def _at_most(stage: Stage, situation: Situation) -> tuple[int, int, int]:
 class _Rank:
     """A rank's stages by kind, and what data parallel's degrees decide of what they hold."""
 
-    def __init__(self, stages: Sequence[Alike], sent: Sequence[int], shards: int, replicas: int):
+    def __init__(self, stages: Sequence[Alike], sent: Sequence[Sent], shards: int, replicas: int):
         self._stages, self._sent = stages, sent
         self._shards, self._replicas = shards, replicas
         self._gathered: list[int] = []

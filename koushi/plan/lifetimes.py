@@ -45,7 +45,7 @@ class Stretch:
     ops: Ops
     weights: Weights
     input_bytes: int = 0
-    """Of ``x``."""
+    """Of ``x``; 0 where that lies in a buffer which stays."""
     input_kind: int = ACTIVATIONS
     recompute: Recompute = "none"
     kept: frozenset[str] = frozenset()
@@ -54,6 +54,8 @@ class Stretch:
     """Those that it neither keeps nor makes again."""
     held: frozenset[str] = frozenset()
     """What somebody else holds from the end of forward to the end of backward."""
+    handed: bool = False
+    """Whether the gradient of the output lies in a buffer which stays."""
     stops_early: bool = True
     """Whether a checkpoint stops at the last tensor that backward needs; else it goes forward to the end."""
 
@@ -77,7 +79,7 @@ def forward_span(stretch: Stretch) -> Span:
 @cache
 def backward_span(stretch: Stretch, half: Half | None = None) -> Span:
     """Begins with the gradient of the output and what forward has kept; ends with the gradient of ``x`` and those
-    of weights where they stay. The output itself, and what is ``held``, are not its own to free.
+    of weights where they stay. The output itself, what is ``held`` and what is ``handed`` are not its own to free.
 
     The first half of a split backward keeps everything for the second, and each weight's incoming gradient besides.
     The second goes through the weights alone; ``left_over`` is what stays after it.
@@ -101,11 +103,13 @@ def _second_half(stretch: Stretch) -> Span:
     kinds = {op.makes: op.kind for op in stretch.ops} | {"x": stretch.input_kind}
     sizes = {op.makes: op.size for op in stretch.ops} | {"x": stretch.input_bytes}
     savers = Counter(name for op in stretch.ops for name in op.saves)
+    last = stretch.ops[-1]
+    handed = {last.makes, *(name for name, size in last.gives if not size)} if stretch.handed else ()
     added = 0
     for op in (op for op in stretch.ops if op.weight):
         made = op.weight * (weights.cast or weights.width)
         account.hold(weights.kind, made)
-        account.drop(op.kind, op.half_keeps or op.size)
+        account.drop(op.kind, op.half_keeps or (0 if op.makes in handed else op.size))
         account.drop(ACTIVATIONS, op.weight * weights.cast)
         if not op.half_work:  # of a norm in parts, the weight's gradient goes through one only
             account.drop(op.kind, op.hidden)
@@ -199,7 +203,7 @@ class _Run:
     def backward(self, half: Half | None) -> None:
         weights = self.stretch.weights
         last = self.stretch.ops[-1]
-        gradients: dict[str, list[int]] = {last.makes: [last.size, 1]}
+        gradients: dict[str, list[int]] = {last.makes: [last.size, 2 if self.stretch.handed else 1]}
         for op in reversed(self.stretch.ops):
             gradient = gradients.pop(op.makes, [0, 1])  # none for token ids
             for name, size in op.gives:
@@ -208,7 +212,10 @@ class _Run:
                 self.account.hold(weights.kind, op.weight * (weights.cast or weights.width))
             if half == "inputs":
                 self.account.hold(op.kind, op.half_keeps)
-            self.account.touch(op.kind, op.half_work or op.back_work if half == "inputs" else op.back_work)
+            work = op.half_work or op.back_work if half == "inputs" else op.back_work
+            if op.early and gradients.get(op.gives[0][0], (0, 0))[1] == 1:
+                work -= op.early
+            self.account.touch(op.kind, work)
             gradient[1] += sum(not size for _, size in op.gives)
             if half is None or not op.weight or op.half_keeps:
                 self._let_go(op.kind, gradient)

@@ -44,6 +44,8 @@ class Op:
     """Alive only during its backward."""
     half_work: int = 0
     """The same in the first half of a split backward, which frees nothing of what was saved; 0: as ``back_work``."""
+    early: int = 0
+    """Of the gradient that backward makes: added to what others have given before its work is at the highest."""
     half_keeps: int = 0
     """Of the gradient that the first half keeps for the weight, if that is not the one that came in."""
     weight: int = 0
@@ -138,7 +140,8 @@ def norm(shape: BlockShape, reads: str, makes: str) -> Op:
     if shape.device == "gpu" or shape.fused:
         return replace(op, hidden=4 * size.rows)
     if size.wide == size.stream:
-        return replace(op, hidden=size.wide + size.wide // dim, back_work=size.wide, half_work=4 * size.wide)
+        hidden, work = size.wide + size.wide // dim, 2 * size.wide
+        return replace(op, hidden=hidden, back_work=work, half_work=2 * work, early=size.wide)
     hidden, back_work = 2 * size.wide + size.wide // dim, 3 * size.wide
     op = replace(op, half_work=4 * size.wide, half_keeps=size.wide)
     return replace(op, saves=(), hidden=hidden, work=size.wide, back_work=back_work)
@@ -209,7 +212,7 @@ def _attention(shape: BlockShape, size: Sizes, query: str, key: str) -> Op:
         size.query,
         (query, key, "v"),
         (query, key, "v", "mixed"),
-        hidden=4 * rows,
+        hidden=max(4, width) * rows,
         gives=((query, size.query), (key, size.key), ("v", size.key)),
         kept=True,
     )
@@ -225,10 +228,15 @@ def _attention(shape: BlockShape, size: Sizes, query: str, key: str) -> Op:
             kept=False,
         )
     if shape.device == "gpu":
-        # FlashAttention 2's backward: the query's gradient in float32, and the keys' per query head before their sum.
-        expanded = 2 * size.query if size.key < size.query else 0
-        return replace(op, back_work=4 * rows * (model.head_dim + 1) + expanded)
+        return replace(op, back_work=fused_backward_bytes(rows, model.head_dim, size.query, size.key < size.query))
     return op
+
+
+def fused_backward_bytes(rows: int, head_dim: int, query: int, grouped: bool) -> int:
+    """What CUDA's fused kernels hold inside backward, as FlashAttention 2 does (arXiv 2307.08691): the gradient of the
+    query and a number for each of its ``rows`` in float32; with ``grouped`` heads the keys' and values' gradients,
+    each of ``query`` bytes, before their sums."""
+    return 4 * rows * (head_dim + 1) + (2 * query if grouped else 0)
 
 
 def has_fused_attention(compute: str, grouped: bool) -> bool:

@@ -1,15 +1,16 @@
 """A pipeline stage's actions as spans of bytes. No torch.
 
-torch's stages keep a microbatch from its forward to its backward, receive into buffers made for every
-microbatch, and, with ``fully_shard``, leave parameters gathered and gradients whole, in the dtype of the
-reduction, until the stage's last backward is done (torch/distributed/pipelining/stage.py, 2.11 to 2.13).
+torch's stages keep a microbatch from its forward to its backward, receive into buffers made for every microbatch,
+which stay as long as the stage does, and, with ``fully_shard``, leave parameters gathered and gradients whole, in the
+dtype of the reduction, until the stage's last backward is done (torch/distributed/pipelining/stage.py, 2.11 to 2.13).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from koushi.plan.lifetimes import Half, backward_span, forward_span, keeps_input, left_over
+from koushi.plan.lifetimes import Half, Stretch, backward_span, forward_span, left_over
 from koushi.plan.sharded import Sharded
 from koushi.plan.spans import (
     ACTIVATIONS,
@@ -22,16 +23,6 @@ from koushi.plan.spans import (
 from koushi.plan.stages import Stage
 from koushi.plan.units import Unit
 from koushi.plan.workload import Workload
-
-
-def input_in_flight(stage: Stage) -> bool:
-    """Whether the received input counts as an activation until backward."""
-    if stage.shape.first:
-        return True
-    blocks = stage.blocks(True)
-    if blocks:
-        return keeps_input(blocks[0][0])
-    return not stage.shape.last or keeps_input(stage.output(True))
 
 
 @lru_cache(maxsize=4096)
@@ -60,11 +51,10 @@ def _forward(stage: Stage, account: Account, sharded: Sharded | None, logits: in
         if sharded.units.embedding is not None:
             sharded.unshard_forward(sharded.units.embedding)
     if stage.shape.first:
-        account.go(forward_span(stage.embedding(True)))
+        account.go(forward_span(_embedding(stage, True)))
     else:
-        account.drop(PIPELINE_BUFFERS, _received(stage))
-        account.hold(ACTIVATIONS, stage.stream)
-    for stretch, count in stage.blocks(True):
+        account.hold(ACTIVATIONS, _arrived(stage))
+    for stretch, count in _blocks(stage, True):
         if sharded is None:
             account.go(forward_span(stretch), count)
             continue
@@ -75,10 +65,8 @@ def _forward(stage: Stage, account: Account, sharded: Sharded | None, logits: in
             one.go(forward_span(stretch))
             if times:
                 sharded.then(around, one.close(), times)
-    if not input_in_flight(stage):
-        account.hold(PIPELINE_BUFFERS, _received(stage))
     if stage.shape.last:
-        account.go(forward_span(stage.output(True)))
+        account.go(forward_span(_output(stage, True)))
         account.drop(LOGITS, logits)
         if sharded is not None:
             sharded.end_forward()
@@ -91,6 +79,38 @@ def _forward(stage: Stage, account: Account, sharded: Sharded | None, logits: in
 def _received(stage: Stage) -> int:
     """Bytes of a receive buffer that a microbatch's input lies in, if it has one of its own."""
     return stage.stream if stage.shape.system.buffers_every_microbatch else 0
+
+
+def _arrived(stage: Stage) -> int:
+    """Bytes of what a stage is given where no buffer of a microbatch's own has it."""
+    return stage.stream - _received(stage)
+
+
+def _blocks(stage: Stage, stay: bool) -> list[tuple[Stretch, int]]:
+    """``stage.blocks``, of which the first may find its input in a receive buffer, the last its output's gradient."""
+    parts, buffers = stage.blocks(stay), stage.shape.system.buffers_every_microbatch
+    if not parts or not buffers:
+        return parts
+    (first, count), *others = parts
+    if not stage.shape.first:
+        parts = [(replace(first, input_bytes=0), 1), (first, count - 1), *others]
+    *others, (last, count) = [part for part in parts if part[1]]
+    if stage.shape.last:
+        return [*others, (last, count)]
+    return [one for one in (*others, (last, count - 1), (replace(last, handed=True), 1)) if one[1]]
+
+
+def _output(stage: Stage, stay: bool) -> Stretch:
+    """``stage.output``, whose input lies in a receive buffer where the stage has no blocks."""
+    received = not stage.shape.layers and not stage.shape.first
+    stretch = stage.output(stay)
+    return replace(stretch, input_bytes=_arrived(stage)) if received else stretch
+
+
+def _embedding(stage: Stage, stay: bool) -> Stretch:
+    """``stage.embedding``, whose output's gradient lies in a receive buffer where the stage has no blocks."""
+    received = not stage.shape.layers and not stage.shape.last and stage.shape.system.buffers_every_microbatch
+    return replace(stage.embedding(stay), handed=received)
 
 
 @lru_cache(maxsize=4096)
@@ -113,13 +133,12 @@ def backward(stage: Stage, first: bool, late: bool = False, half: Half | None = 
     if takes and shape.last:
         account.go(backward_span(stage.loss(), loss_half))
     elif takes:
-        account.drop(PIPELINE_BUFFERS, _received(stage))
-        account.hold(ACTIVATIONS, stage.stream)
+        account.hold(ACTIVATIONS, _arrived(stage))
     account.where = "in backward" + tail
     units = stage.units(1)
     adds = half is None or (late and half == "inputs")
-    ends = [(stage.output(stay), units.root, 1)] if shape.last else []
-    parts = ends + [(stretch, units.block, count) for stretch, count in reversed(stage.blocks(stay))]
+    ends = [(_output(stage, stay), units.root, 1)] if shape.last else []
+    parts = ends + [(stretch, units.block, count) for stretch, count in reversed(_blocks(stage, stay))]
     for stretch, unit, count in parts if half != "weights" else reversed(parts):
         one = Account()
         one.go(backward_span(stretch, half))
@@ -133,13 +152,11 @@ def backward(stage: Stage, first: bool, late: bool = False, half: Half | None = 
             account.drop(kind, count * size)
     if shape.first:
         account.where = "at the end of backward, at the embedding" + tail
-        account.go(backward_span(stage.embedding(stay)))
+        account.go(backward_span(_embedding(stage, stay)))
         if units.embedding is not None:
             _accumulate(stage, account, units.embedding, first)
     elif takes:
-        # The gradient of the input is sent, and the buffers are there for the next step.
-        account.drop(ACTIVATIONS, stage.stream)
-        account.hold(PIPELINE_BUFFERS, _received(stage) if input_in_flight(stage) else 0)
+        account.drop(ACTIVATIONS, stage.stream)  # the gradient of the input is sent
     if shape.last:
         account.drop(LOGITS, stage.logits if takes else 0)
         if loss_half is not None:  # what the loss has saved stays until the whole half is done
@@ -147,7 +164,6 @@ def backward(stage: Stage, first: bool, late: bool = False, half: Half | None = 
     else:
         # The output is kept for the second half.
         account.drop(ACTIVATIONS, stage.stream if gives else 0)
-        account.hold(PIPELINE_BUFFERS, _received(stage) if takes else 0)
         account.hold(PIPELINE_BUFFERS, _received(stage) if gives and shape.hands_on else 0)
     if shape.holder == "buffers":
         account.drop(UNSHARDED_GRADIENTS, account.held(UNSHARDED_GRADIENTS))

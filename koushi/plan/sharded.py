@@ -110,7 +110,7 @@ class Sharded:
         account.hold(GRADIENTS, shard * reduce)
         if self.shards == 1 or self.stage.shape.block.device == "cpu":
             # A group of one divides by the gradient divide factor, out of place; gloo adds up in a copy.
-            account.touch(SCATTERED, unit.padded * reduce)
+            account.touch(GRADIENTS if self.shards == 1 else SCATTERED, unit.padded * reduce)
         if self.replicas > 1 and not self.last:
             account.drop(GRADIENTS, 0 if self.first else shard * reduce)
             return

@@ -47,8 +47,8 @@ ACTION = 4
 class Habits(NamedTuple):
     """What a rank's stages keep besides."""
 
-    most_sent: int
-    """What a stage has sent is counted up to so many."""
+    stays_sent: range
+    """Which of the gradients that a stage sends, by their number from 1 on, count from then to the end of the step."""
     wholes_stay: bool
     """Whether what a backward that is not split has sent counts too."""
     adds_late: bool
@@ -80,7 +80,8 @@ class _Walk:
 
     def go(self, order: Order) -> None:
         """In one loop, since a search has hundreds of thousands of actions gone through."""
-        kinds, counts, sizes, most_sent = self.kinds, self.counts, self.sizes, self.habits.most_sent
+        kinds, counts, sizes = self.kinds, self.counts, self.sizes
+        from_sent, to_sent = self.habits.stays_sent.start, self.habits.stays_sent.stop
         moves = _moves(self.habits.adds_late)
         stays = "BI" if self.habits.wholes_stay else "I"
         sends, halves = SENT * self.many, HALVES * self.many
@@ -102,10 +103,11 @@ class _Walk:
             if step != "W":
                 counts[kind] -= 1
                 total -= sizes[kind]
-                if step in stays and sent[stage] < most_sent:
+                if step in stays:
                     sent[stage] += 1
-                    counts[sends + kind] += 1
-                    total += sizes[sends + kind]
+                    if from_sent <= sent[stage] < to_sent:
+                        counts[sends + kind] += 1
+                        total += sizes[sends + kind]
             if step != "B":
                 more = 1 if step == "I" else -1
                 counts[halves + kind] += more

@@ -16,6 +16,10 @@ from koushi.dryrun.forks import in_forks
 from koushi.dryrun.trace import RankTrace, trace
 from koushi.dryrun.world import DeviceKind
 from koushi.job import Job
+from koushi.plan.fullest import alike_stages
+from koushi.plan.sharded import step_span
+from koushi.plan.spans import GRADIENTS, STREAMS
+from koushi.plan.workload import of_job
 from koushi.schedules import SCHEDULES
 
 BASE = """
@@ -65,6 +69,35 @@ PARTED = {
         *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}1F1B", "precision.reduce=bfloat16", "training.recompute=full"),
         *("model.n_layers=2", "model.ffn_dim=2048", "training.seq_len=512", "model.vocab_size=4096"),
     ),
+    "a gradient that is received into a buffer which stays": (
+        *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}GPipe", "training.recompute=full", "training.seq_len=512"),
+        "model.ffn_dim=16",
+    ),
+    "a gradient that has been sent": (
+        *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}GPipe", "training.recompute=full", "training.seq_len=160"),
+        *("training.global_batch_size=4", "model.vocab_size=16", "model.dim=256", "model.ffn_dim=256"),
+        "parallelism.pipeline_parallel_layers_per_stage=[3,1]",
+    ),
+    "a last stage without layers": (
+        *("--pp", "2", f"{SCHEDULE}1F1B", "training.seq_len=512", "model.vocab_size=16"),
+        "parallelism.pipeline_parallel_layers_per_stage=[4,0]",
+    ),
+    "an output that is sent and kept for the other half": (
+        *("--pp", "2", f"{SCHEDULE}InterleavedZeroBubble", "training.seq_len=512", "training.global_batch_size=2"),
+        *("model.vocab_size=16", "model.ffn_dim=8", "parallelism.pipeline_parallel_layers_per_stage=[2,1,1,0]"),
+    ),
+    "norms in two parts, each with tensor parallel": (
+        *("--pp", "2", "--tp", "2", f"{SCHEDULE}ZBVZeroBubble", "training.seq_len=512", "model.vocab_size=16"),
+        *("model.ffn_dim=8", "training.recompute=full"),
+    ),
+    "a norm whose gradient is the first of its input": (
+        *("training.seq_len=512", "model.vocab_size=16", "model.ffn_dim=8", "training.global_batch_size=1"),
+        "model.n_layers=1",
+    ),
+    "what fused attention holds inside": (
+        *("--pp", "2", f"{SCHEDULE}1F1B", "precision.compute=bfloat16", "training.seq_len=512", "model.ffn_dim=6"),
+        *("training.recompute=full", "model.vocab_size=16"),
+    ),
     "a last output that stays": (
         *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}GPipe", "training.global_batch_size=2", *SHAPES["words"]),
         "training.seq_len=256",
@@ -75,8 +108,9 @@ PARTED = {
 
 @pytest.fixture(autouse=True)
 def to_the_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These jobs are small."""
+    """These jobs are small; and mechanisms that are known leave next to nothing."""
     monkeypatch.setattr(agreement, "SLACK", 0)
+    monkeypatch.setattr(agreement, "ALLOWED", 0.002)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -85,6 +119,20 @@ def test_where_they_parted_once(kind: DeviceKind, tmp_path: Path) -> None:
     path.write_text(BASE, encoding="utf-8")
     jobs = {name: check(load(path, (*overrides, f"run.device={kind}"))) for name, overrides in PARTED.items()}
     assert apart(jobs, kind) == []
+
+
+@pytest.mark.parametrize("sharing", ["--dp-replicate", "--dp-shard"])
+def test_reductions_have_the_pool_that_is_planned(sharing: str, tmp_path: Path) -> None:
+    """torch makes what they give, and a group of one its copy, on a stream of their own."""
+    path = tmp_path / "run.yaml"
+    path.write_text(BASE, encoding="utf-8")
+    mixed = ("precision.compute=bfloat16", "run.device=cuda", *SHAPES["parameters"])
+    one = check(load(path, (sharing, "2", *mixed)))
+    (stage,) = alike_stages(of_job(one), 0, "gpu")
+    degrees = (one.mesh.degree(name) for name in ("dp_shard", "dp_replicate"))
+    planned = step_span(stage.stage, *degrees, one.microbatches).stream_highest[STREAMS.index(GRADIENTS)]
+    (found,) = in_forks(_traced, [(one, 0, "cuda")])
+    assert planned > 0 and planned in found.peak.pools
 
 
 def test_messages_keep_their_direction_whoever_else_watches_stages(

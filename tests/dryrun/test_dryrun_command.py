@@ -11,9 +11,11 @@ from koushi.cli import main
 from koushi.dryrun import command
 from koushi.dryrun.agreement import SLACK, disagreement_text, disagreements
 from koushi.dryrun.audited import audit_job
-from koushi.dryrun.command import DEFAULT_HARDWARE, device_kind, hardware, run_dry
+from koushi.dryrun.command import device_kind, run_dry
 from koushi.dryrun.extrapolate import whole
+from koushi.dryrun.flops import block_of
 from koushi.dryrun.ranks import rank_classes
+from koushi.dryrun.report import rank_lines
 from koushi.traffic import Collective
 
 
@@ -35,6 +37,18 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "plan: every collective as planned, peak memory within 2%" in out
     assert "audit: each collective is on the sub-mesh that owns it" in out
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("layers", [4, 9])
+def test_modules_that_are_not_shown_are_counted(tmp_path: Path, layers: int) -> None:
+    job = tiny_job(tmp_path, f"model.n_layers={layers}")
+    (one,) = rank_classes(job)
+    (trace,) = whole(job, "cpu", [0])
+    (line,) = (line for line in rank_lines(job, one, trace) if "by module" in line)
+    shown = line.split("by module")[1].strip().split(", ")
+    there = {block_of(name) for name in trace.peak.modules}
+    assert len(shown) == 6 and len(there) > 6
+    assert shown[-1].startswith(f"{len(there) - 5} others ") and "others" not in "".join(shown[:-1])
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,8 +111,21 @@ def test_what_is_predicted_for(tmp_path: Path) -> None:
     assert device_kind(tiny_job(tmp_path, "run.device=cpu", "precision.compute=bfloat16")) == "cpu"
     assert device_kind(tiny_job(tmp_path, "run.device=cuda")) == "cuda"
     assert device_kind(tiny_job(tmp_path, "run.device=auto", "precision.compute=bfloat16")) == "cuda"
-    assert hardware(tiny_job(tmp_path), "cpu").name == DEFAULT_HARDWARE["cpu"]
-    assert hardware(tiny_job(tmp_path, "run.hardware=h100"), "cuda").name == "h100-sxm-80gb"
+    assert device_kind(tiny_job(tmp_path, "run.device=auto")) == "cuda", "as planned, whatever this machine has"
+    assert device_kind(tiny_job(tmp_path, "run.device=auto", "--hardware", "cpu")) == "cpu"
+
+
+@pytest.mark.parametrize("overrides", [(), ("run.device=auto",), ("run.device=cuda",), ("--hardware", "h200")])
+def test_plan_and_dry_run_take_the_same_hardware(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...]
+) -> None:
+    path = str(tiny_file(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["plan", path, "--json", *overrides])
+    planned = json.loads(capsys.readouterr().out)["hardware"]
+    assert run(path, "--json", *overrides) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["hardware"] == planned
+    assert planned == {(): "cpu", ("--hardware", "h200"): "h200"}.get(overrides, "h100-sxm-80gb")
 
 
 def test_where_plan_and_run_part_both_sides_are_told(tmp_path: Path) -> None:

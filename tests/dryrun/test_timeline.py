@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -11,14 +11,16 @@ from tiny import tiny_job
 
 from koushi.check.check import check
 from koushi.config.load import load
-from koushi.dryrun.command import hardware
 from koushi.dryrun.extrapolate import whole
 from koushi.dryrun.flops import block_of
 from koushi.dryrun.ranks import rank_classes
 from koushi.dryrun.timeline import COMPUTE, Slice, timeline, write
 from koushi.job import Job
+from koushi.plan.command import hardware_of
 from koushi.plan.edges import edges, seconds_of
+from koushi.plan.schedule import StageSeconds, simulate
 from koushi.plan.workload import of_job
+from koushi.schedules import SCHEDULES
 from koushi.traffic import Collective
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -84,6 +86,31 @@ def test_a_stage_begins_with_a_microbatch_when_it_has_come(tmp_path: Path, tp: s
         starts, ends = begun(pp, phase, block), sent(1 - pp)
         assert len(starts) == len(ends) == job.microbatches
         assert all(start >= end - 1e-12 for start, end in zip(starts, ends, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name, needs in SCHEDULES.items() if not needs.splits_backward])
+@pytest.mark.parametrize("pp", [2, 3])
+def test_a_step_takes_as_long_as_its_schedule_where_messages_take_nothing(tmp_path: Path, name: str, pp: int) -> None:
+    """Every stage waits for its own microbatch's message, and for no other."""
+    pipeline = (
+        "--pp",
+        str(pp),
+        f"parallelism.pipeline_parallel_schedule={name}",
+        f"training.global_batch_size={2 * pp}",
+    )
+    job = tiny_job(tmp_path, *pipeline, "model.n_layers=12", "model.vocab_size=64")
+    traces = whole(job, "cuda", [one.representative for one in rank_classes(job)])
+    slices = timeline(job.mesh, traces, RATE, lambda _: 0.0)
+    spent: Counter[tuple[int, str]] = Counter()
+    last = len(job.stages) - 1
+    for one in (one for one in slices if one.lane == COMPUTE):
+        phase, _, block = one.name.partition(" ")
+        layer = int(block.partition(".")[2]) if block.startswith("layers.") else None
+        stage = last if layer is None else next(at for at, layers in enumerate(job.stages) if layer in layers)
+        spent[stage, phase] += one.seconds / job.microbatches
+    stages = [StageSeconds(spent[at, "forward"], spent[at, "backward"], 0.0) for at in range(last + 1)]
+    expected = simulate(name, pp, last + 1, job.microbatches, stages, 0.0).makespan
+    assert max(one.start + one.seconds for one in slices) == pytest.approx(expected)
 
 
 def _phase(one: Slice) -> str:
@@ -172,7 +199,7 @@ def test_dp_shard_exposes_what_the_plan_says_and_two_calls_more(microbatches: in
     """The plan hides the first block's gather and the last one's reduction as it hides the others'."""
     overrides = ("model.n_layers=4", f"training.global_batch_size={8 * microbatches}")
     job = check(load(EXAMPLES / "llama3_8b.yaml", overrides))
-    chosen = hardware(job, "cuda")
+    chosen = hardware_of(job)
     rate = chosen.chip.peak(job.config.precision.compute) * chosen.chip.sustained
     slices = timeline(job.mesh, whole(job, "cuda", [0]), rate, partial(seconds_of, job.mesh, chosen))
     exposed = max(one.start + one.seconds for one in slices)

@@ -9,6 +9,7 @@ from tiny import Check
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import schedules
 
 from koushi.mesh import MeshSpec
 from koushi.parallel.calls import reader
@@ -105,6 +106,15 @@ def messages_name_the_other_rank() -> None:
     assert event.peer == 1 - rank
 
 
+def a_message_of_a_pipeline_that_no_stage_has_made_is_refused() -> None:
+    """Whether it is an activation or a gradient nothing says."""
+    rank, x = dist.get_rank(), torch.ones(2)
+    message = dist.P2POp(dist.irecv if rank else dist.isend, x, 1 - rank)
+    refused = pytest.raises(AssertionError, match=f"a {'recv' if rank else 'send'} of a pipeline which none of its")
+    with refused, Recorder(MESH, {}, run=lambda *_: None):  # nothing is sent
+        schedules._batch_p2p([message])
+
+
 def a_group_of_no_dim_keeps_its_ranks() -> None:
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     (event,) = recorded(lambda: dist.all_reduce(torch.ones(1), group=alone))
@@ -188,6 +198,7 @@ CHECKS: tuple[Check, ...] = (
     functional_collectives_are_recorded,
     own_operators_are_one_event_whatever_carries_them_out,
     messages_name_the_other_rank,
+    a_message_of_a_pipeline_that_no_stage_has_made_is_refused,
     a_group_of_no_dim_keeps_its_ranks,
     events_name_their_module_and_phase,
     recording_changes_nothing_and_leaves_nothing,

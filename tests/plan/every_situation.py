@@ -33,7 +33,13 @@ def _situation(
         if done == microbatches and not (step == "R" and one == stage):
             reduced[kinds[one]] += 1
             summed = late = False
-        each = (forwards - begun, begun - done, min(sent, habits.most_sent), summed, late)
+        each = (
+            forwards - begun,
+            begun - done,
+            sum(one in habits.stays_sent for one in range(1, sent + 1)),
+            summed,
+            late,
+        )
         for what, count in enumerate(each):
             counts[what][kinds[one]] += count
     summed, late = gradients(mine[stage], stage, habits.adds_late)

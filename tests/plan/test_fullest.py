@@ -7,13 +7,20 @@ import re
 import pytest
 from every_situation import every_situation
 
-from koushi.plan.fullest import action_span, alike_stages, counted_bytes, own_kinds, pipelined_span, sent_bytes
+from koushi.plan.fullest import (
+    action_span,
+    alike_stages,
+    counted_bytes,
+    habits_of,
+    own_kinds,
+    pipelined_span,
+    sent_of,
+)
 from koushi.plan.layouts import layers_of, mesh_of
-from koushi.plan.pipelined import adds_late, buffer_bytes, reduction
+from koushi.plan.pipelined import buffer_bytes, reduction
 from koushi.plan.schedule import order_of_rank
-from koushi.plan.situations import COUNTED, Habits, Situation
+from koushi.plan.situations import COUNTED, Situation
 from koushi.plan.spans import GRADIENTS, STREAMS, Span
-from koushi.plan.stages import splits_backward
 from koushi.plan.unshard import MOST_UNSHARDED
 from koushi.plan.workload import Transformer, Workload
 
@@ -45,12 +52,8 @@ def one_by_one(workload: Workload, pp: int) -> list[tuple[Situation, int, int, i
     """Of every situation of a rank: bytes at the highest, of all but gradients' shards, of these alone."""
     stages = alike_stages(workload, pp, "gpu")
     shards, replicas = workload.mesh.degree("dp_shard"), workload.mesh.degree("dp_replicate")
-    sent = [sent_bytes(workload, one.index, one.stage) for one in stages]
-    habits = Habits(
-        workload.microbatches if any(every for every, _ in sent) else 1,
-        not splits_backward(workload),
-        adds_late(stages[0].stage),
-    )
+    sent = [sent_of(workload, one.index, one.stage) for one in stages]
+    habits = habits_of(workload, stages)
     shape = workload.schedule, 2, len(workload.stage_layers), workload.microbatches
     found = []
     order, kinds = order_of_rank(*shape, pp), own_kinds(workload, pp).by_stage
@@ -61,7 +64,7 @@ def one_by_one(workload: Workload, pp: int) -> list[tuple[Situation, int, int, i
         highest, compute = span.highest, span.compute_highest
         for kind, alike in enumerate(stages):
             for what in COUNTED:
-                each = counted_bytes(alike.stage, max(sent[kind]))[what]
+                each = counted_bytes(alike.stage, sent[kind])[what]
                 count = one.counts[what * len(stages) + kind]
                 highest += count * sum(each)
                 compute += count * (sum(each) - each[GRADIENTS])

@@ -347,10 +347,10 @@ def test_layers_of_stages_are_divided_as_check_does() -> None:
 
 
 def test_what_gathers_nothing_may_be_smaller_than_fewer_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where gathers in float32 take more room than shards of bfloat16 spare."""
+    """Where gathers in float64 take more room than shards of bfloat16 spare."""
     size = replace(SIZE, vocab_size=512, n_layers=2, n_heads=8)
     question = Question(size, 8, 16, 1024, False)
-    base = replace(base_of(question), parameters="bfloat16", reduce="bfloat16", compute="float32")
+    base = replace(base_of(question), parameters="bfloat16", reduce="bfloat16", compute="float64")
     split = Split(tp=1, pp=2, data_parallel=4, microbatch_size=2, microbatches=2)
     every = {
         layout: max(one.device for one in every_rank(layout.of(base), hardware(80.0)))

@@ -45,7 +45,7 @@ def situations(
 @pytest.mark.parametrize(("schedule", "pp", "n_stages", "microbatches"), CASES)
 def test_the_most_in_flight_is_kept(schedule: str, pp: int, n_stages: int, microbatches: int) -> None:
     alike, sizes = (0,) * n_stages, [1, 1, 0, 0, 0]
-    found = situations(schedule, pp, n_stages, microbatches, Habits(1, True, False), alike, sizes)
+    found = situations(schedule, pp, n_stages, microbatches, Habits(range(1, 2), True, False), alike, sizes)
     for rank, most in enumerate(in_flight(schedule, pp, n_stages, microbatches)):
         # Counted before an action; a forward that comes next is not among them yet.
         fullest = max(one.counts[FORWARDS] + one.counts[HALVES] for one in found[rank] if one.step != "F")
@@ -53,7 +53,7 @@ def test_the_most_in_flight_is_kept(schedule: str, pp: int, n_stages: int, micro
 
 
 @pytest.mark.parametrize(("schedule", "pp", "n_stages", "microbatches"), CASES)
-@pytest.mark.parametrize("habits", [Habits(1, True, False), Habits(99, False, True)])
+@pytest.mark.parametrize("habits", [Habits(range(1, 2), True, False), Habits(range(2, 100), False, True)])
 def test_the_fullest_with_each_action_is_kept(
     schedule: str, pp: int, n_stages: int, microbatches: int, habits: Habits
 ) -> None:
@@ -74,7 +74,7 @@ def test_the_fullest_with_each_action_is_kept(
 
 def test_each_stage_is_reduced_once_with_whole_gradients() -> None:
     shape = "Interleaved1F1B", 2, 4, 4
-    found = situations(*shape, Habits(4, True, False), (0, 1, 2, 3), weights(WHOLE, 4))
+    found = situations(*shape, Habits(range(1, 5), True, False), (0, 1, 2, 3), weights(WHOLE, 4))
     for rank in (0, 1):
         reductions = [one for one in found[rank] if one.step == "R"]
         assert sorted(one.stage for one in reductions) == [rank, rank + 2]
@@ -84,5 +84,5 @@ def test_each_stage_is_reduced_once_with_whole_gradients() -> None:
 
 
 def test_what_is_sent_is_counted_no_further_than_asked() -> None:
-    found = situations("1F1B", 2, 2, 8, Habits(1, True, False), (0, 1), weights(SENT, 2))
+    found = situations("1F1B", 2, 2, 8, Habits(range(1, 2), True, False), (0, 1), weights(SENT, 2))
     assert max(one.counts[SENT * 2] for one in found[0]) == 1
