@@ -96,35 +96,78 @@ def backward_span(stretch: Stretch, half: Half | None = None) -> Span:
 
 
 def _second_half(stretch: Stretch) -> Span:
-    """One weight's gradient after the other. Each lets go what its operation alone had kept for it; the rest of the
-    graph hangs on operations further on. A gradient that has been added to those that are there lives until the next
-    is made, in a variable of torch's loop over the weights."""
+    """One weight's gradient after the other, in the order in which a block has its weights. Each lets go what its
+    operation had kept for it. What operations without a weight have kept hangs on operations further on, and these on
+    the next block; only in a stage's last block, whose output's gradient is ``handed``, nothing is further on. A
+    gradient that has been added to those that are there lives until the next is made, in a variable of torch's loop
+    over the weights (torch/distributed/pipelining/_backward.py, ``stage_backward_weight``)."""
     account, weights = Account(), stretch.weights
-    kinds = {op.makes: op.kind for op in stretch.ops} | {"x": stretch.input_kind}
-    sizes = {op.makes: op.size for op in stretch.ops} | {"x": stretch.input_bytes}
-    savers = Counter(name for op in stretch.ops for name in op.saves)
+    graph = _Graph(stretch, account)
     last = stretch.ops[-1]
     handed = {last.makes, *(name for name, size in last.gives if not size)} if stretch.handed else ()
     added = 0
-    for op in (op for op in stretch.ops if op.weight):
+    # `w3`, which makes `up`, stands behind `w2`, which reads the product.
+    for op in sorted((op for op in stretch.ops if op.weight), key=lambda op: op.makes == "up"):
         made = op.weight * (weights.cast or weights.width)
+        account.touch(op.kind, op.half_frees)  # the gradient of every row, before their sum
         account.hold(weights.kind, made)
-        account.drop(op.kind, op.half_keeps or (0 if op.makes in handed else op.size))
         account.drop(ACTIVATIONS, op.weight * weights.cast)
-        if not op.half_work:  # of a norm in parts, the weight's gradient goes through one only
-            account.drop(op.kind, op.hidden)
-        for name in () if op.half_work else op.saves:
-            savers[name] -= 1
-            if not savers[name] and name not in stretch.held:
-                account.drop(kinds[name], sizes[name])
+        graph.backward(op)
         if weights.cast:
             account.hold(weights.kind, op.weight * weights.width)
             account.drop(weights.kind, made)
+        # Torch's loop has the gradient that came in until autograd is through.
+        account.drop(op.kind, op.half_keeps or (0 if op.makes in handed else op.size))
         if not weights.stay:
             account.drop(weights.kind, added)
             added = op.weight * weights.width
+        graph.done(op)
     account.drop(weights.kind, added)
     return account.close()
+
+
+class _Graph:
+    """Which operations of the graph still hold what they have saved, in the second half of a backward."""
+
+    def __init__(self, stretch: Stretch, account: Account):
+        self._stretch, self._account = stretch, account
+        self._kinds = {op.makes: op.kind for op in stretch.ops} | {"x": stretch.input_kind}
+        self._sizes = {op.makes: op.size for op in stretch.ops} | {"x": stretch.input_bytes}
+        self._savers = Counter(name for op in stretch.ops for name in op.saves)
+        self._held = stretch.held | ({"x"} if stretch.recompute != "none" else set())
+        self._full = {op.makes for op in stretch.ops}
+        """What has been made by an operation that holds what it has saved, or a part of it."""
+        self._waiting = {op.makes for op in stretch.ops if op.weight}
+        """By one whose weight has no gradient yet."""
+
+    def backward(self, op: Op) -> None:
+        """Through ``op``, for its weight: frees what it has saved, or the part that the weight's gradient needs."""
+        if op.half_frees:
+            self._account.drop(op.kind, op.half_frees)
+        else:
+            self._free(op)
+
+    def _free(self, op: Op) -> None:
+        if op.makes not in self._full:
+            return
+        self._full.remove(op.makes)
+        self._account.drop(op.kind, op.hidden - op.half_frees)
+        for name in op.saves:
+            self._savers[name] -= 1
+            if not self._savers[name] and name not in self._held:
+                self._account.drop(self._kinds[name], self._sizes[name])
+
+    def done(self, op: Op) -> None:
+        """The gradient of the weight of ``op`` is there; go all that nobody further on holds now."""
+        self._waiting.remove(op.makes)
+        if not self._stretch.handed:
+            return
+        held = set(self._waiting)
+        for one in reversed(self._stretch.ops):
+            if one.makes in held:
+                held |= {name for name, _ in one.gives}
+            else:
+                self._free(one)
 
 
 @cache

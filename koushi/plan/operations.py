@@ -48,6 +48,8 @@ class Op:
     """Of the gradient that backward makes: added to what others have given before its work is at the highest."""
     half_keeps: int = 0
     """Of the gradient that the first half keeps for the weight, if that is not the one that came in."""
+    half_frees: int = 0
+    """Of ``hidden``, what the weight's gradient frees in the second half; 0: all, and what is saved."""
     weight: int = 0
     """Elements of its weight."""
     kept: bool = False
@@ -141,9 +143,9 @@ def norm(shape: BlockShape, reads: str, makes: str) -> Op:
         return replace(op, hidden=4 * size.rows)
     if size.wide == size.stream:
         hidden, work = size.wide + size.wide // dim, 2 * size.wide
-        return replace(op, hidden=hidden, back_work=work, half_work=2 * work, early=size.wide)
+        return replace(op, hidden=hidden, back_work=work, half_work=2 * work, half_frees=size.wide, early=size.wide)
     hidden, back_work = 2 * size.wide + size.wide // dim, 3 * size.wide
-    op = replace(op, half_work=4 * size.wide, half_keeps=size.wide)
+    op = replace(op, half_work=4 * size.wide, half_keeps=size.wide, half_frees=size.wide)
     return replace(op, saves=(), hidden=hidden, work=size.wide, back_work=back_work)
 
 

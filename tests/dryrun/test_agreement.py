@@ -98,6 +98,20 @@ PARTED = {
         *("--pp", "2", f"{SCHEDULE}1F1B", "precision.compute=bfloat16", "training.seq_len=512", "model.ffn_dim=6"),
         *("training.recompute=full", "model.vocab_size=16"),
     ),
+    "what a stage's last block lets go between its weights": (
+        *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}InterleavedZeroBubble", "training.global_batch_size=2"),
+        *("model.vocab_size=16", "model.dim=256", "model.ffn_dim=1024"),
+    ),
+    "a second half that still holds the inputs of what was made again": (
+        *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}InterleavedZeroBubble", "training.global_batch_size=2"),
+        *("model.vocab_size=16", "model.dim=256", "model.ffn_dim=1024", "model.n_layers=6"),
+        "training.recompute=selective",
+    ),
+    "a cast of a weight's gradient while its operation's is there": (
+        *("--pp", "2", f"{SCHEDULE}InterleavedZeroBubble", "training.global_batch_size=1", "training.seq_len=256"),
+        *("model.vocab_size=16", "model.dim=256", "model.ffn_dim=1024", "model.n_layers=6"),
+        "precision.compute=bfloat16",
+    ),
     "a last output that stays": (
         *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}GPipe", "training.global_batch_size=2", *SHAPES["words"]),
         "training.seq_len=256",

@@ -140,6 +140,28 @@ def test_the_halves_of_a_backward_end_where_the_whole_does() -> None:
     assert all(size >= 0 for size in left)
 
 
+def test_the_last_block_of_a_stage_lets_go_between_its_weights() -> None:
+    """With the gradient of the weight that reads the product goes what silu and the product had kept, before the last
+    weight's is made; with that, all the rest."""
+    tokens = 4  # so that most is held as the last weight's gradient is made
+    part = stretch(replace(workload(), compute="float32", seq_len=tokens))
+    last = replace(part, handed=True)
+    block, end = backward_span(part, "weights"), backward_span(last, "weights")
+    weights = 2 * sum(op.weight for op in part.ops)
+    assert block.peak[UNSHARDED_GRADIENTS] == end.peak[UNSHARDED_GRADIENTS] == weights
+    inner, stream = 4 * tokens * FFN, 4 * tokens * DIM
+    # Gate, what silu makes of it, and up; the gradient that came into the block is not its own to free.
+    assert block.highest - end.highest == 3 * inner - stream
+    assert left_over(part)[ACTIVATIONS] > 3 * inner
+    assert left_over(last)[ACTIVATIONS] == 0
+
+
+def test_what_was_made_again_holds_its_input_through_both_halves() -> None:
+    once, again = stretch(workload()), stretch(workload(), "selective")
+    assert left_over(again)[ACTIVATIONS] - left_over(once)[ACTIVATIONS] == once.input_bytes
+    assert left_over(replace(again, handed=True))[ACTIVATIONS] == once.input_bytes
+
+
 def test_a_share_of_layers_and_of_matmuls() -> None:
     one = replace(workload(), stage_layers=(8,), recompute="full", system=System(recompute_share=0.5))
     assert [(part.recompute, count) for part, count in stage_of(one, 0, "gpu").blocks(True)] == [
