@@ -22,7 +22,7 @@ from koushi.commands.group import (
 @click.option("--rank", type=int, metavar="R", help="Explain this rank instead of drawing them all.")
 @click.option("--parameter", "parameters", multiple=True, metavar="NAME", help="With --rank: its slice of NAME.")
 @click.option("--step", type=int, metavar="N", help="With --rank: the samples it reads in step N.  [default: 1]")
-@gpus_per_node_option(None, "those of the hardware, or 8")
+@gpus_per_node_option(None, "those of the hardware")
 @html_option
 @open_option
 @world_option(hidden=True)

@@ -67,6 +67,5 @@ class Nodes:
 
 
 def devices_per_node(job: Job) -> int:
-    """Of the hardware that the run file names; 8 where it names none. Raises ConfigError."""
-    name = job.config.run.hardware
-    return 8 if name is None else load(name).devices_per_node
+    """Of the job's hardware. Raises ConfigError where there is none of that name."""
+    return load(job.hardware).devices_per_node

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from koushi.check.check import check
+from koushi.config.load import load
+from koushi.hardware.hardware import ASSUMED
+from koushi.hardware.hardware import load as load_hardware
 from koushi.mesh import FOLDS, MESH_DIMS, MeshSpec
-from koushi.report.nodes import Nodes
+from koushi.report.nodes import Nodes, devices_per_node
 
 DEGREES = st.integers(1, 5)
 
@@ -35,6 +40,16 @@ def test_reach_counts_the_nodes_of_every_group(shape: tuple[int, ...], size: int
 )
 def test_links_in_words(degrees: dict[str, int], size: int, dim: str, words: str) -> None:
     assert Nodes(MeshSpec.of(**degrees), size).link(dim) == words
+
+
+@pytest.mark.parametrize(
+    ("override", "hardware"),
+    [("run.device=cpu", "cpu"), ("run.device=cuda", ASSUMED), ("--hardware=gb200", "gb200")],
+)
+def test_nodes_are_those_of_what_is_planned_for(override: str, hardware: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name: llama3-debug}\ndata: {source: synthetic}\n", encoding="utf-8")
+    assert devices_per_node(check(load(path, (override,)))) == load_hardware(hardware).devices_per_node
 
 
 def test_ranks_fill_nodes_in_order() -> None:
