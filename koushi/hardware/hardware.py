@@ -1,14 +1,15 @@
 """Hardware as data: chips, hosts and links, read from YAML files. No torch.
 
-The shipped files stand in ``data/``; a user's own file has the same form. A domain is the set of
-devices that the inner link joins: a node, or a rack where the link leaves the node.
+The shipped files stand in ``data/``; a user's own file has the same form, and may leave out the fields that have a
+default here. A domain is the set of devices that the inner link joins: a node, or a rack where the link leaves the
+node.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -94,7 +95,7 @@ class Link:
     """Cost of a collective, however small and few its ranks."""
     hop_us: float
     """Latency of one hop from rank to rank."""
-    large_start: float
+    large_start: float = field(default=1.0, kw_only=True)
     """How many times the latency of a small message a large one takes to start. 1: all are sent alike."""
     crowding: float
     """How much an all-reduce's bandwidth falls with every further domain: 1 / (1 + crowding x (domains - 1)) where all
@@ -114,7 +115,7 @@ class Hardware:
 
     name: str
     description: str
-    aliases: tuple[str, ...]
+    aliases: tuple[str, ...] = field(default=(), kw_only=True)
     device_names: tuple[str, ...]
     """Words that torch's name of the device holds, by which a running job finds its peak."""
     devices_per_node: int
@@ -195,11 +196,12 @@ def _made(kind: Any, branch: Branch, prefix: str, place: Place, problems: list[P
             legal = f"did you mean {meant}?" if meant else f"the keys are {', '.join(hints)}"
             problems.append(Problem(entry.key_place.text, prefix + key, "is not a key of a hardware file", legal))
     values = {}
+    optional = {one.name for one in dataclasses.fields(kind) if one.default is not MISSING}
     for key, hint in hints.items():
-        if key not in branch:
-            problems.append(Problem(place.text, prefix + key, "is missing", _needed(hint, prefix + key)))
-        else:
+        if key in branch:
             values[key] = _value(hint, branch[key], prefix + key, problems)
+        elif key not in optional:
+            problems.append(Problem(place.text, prefix + key, "is missing", _needed(hint, prefix + key)))
     return None if problems else kind(**values)
 
 
