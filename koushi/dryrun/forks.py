@@ -15,7 +15,7 @@ import torch
 
 from koushi.dryrun.progress import Progress
 from koushi.errors import RankFailure
-from koushi.train.launch import garbage_frozen
+from koushi.train.forking import as_forked, forks
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -50,12 +50,12 @@ def in_forks(work: Callable[[Item], Result], items: Sequence[Item], at_once: int
     waiting = list(enumerate(items))
     for progress in _watching:
         progress.add(len(items))
-    with garbage_frozen():
+    with forks():
         try:
             while waiting or running:
                 while waiting and len(running) < most:
                     index, item = waiting.pop(0)
-                    running.update(_start(work, index, item))
+                    _start(work, index, item, running)
                 for end in wait(list(running)):
                     assert isinstance(end, Connection)
                     index, process = running.pop(end)
@@ -64,18 +64,21 @@ def in_forks(work: Callable[[Item], Result], items: Sequence[Item], at_once: int
                         progress.step()
         finally:
             for end, (_, process) in running.items():
-                process.kill()
-                process.join()
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
                 end.close()
     return [results[index] for index in range(len(items))]
 
 
-def _start(work: Callable[[Item], Result], index: int, item: Item) -> dict[Connection, tuple[int, BaseProcess]]:
+def _start(
+    work: Callable[[Item], Result], index: int, item: Item, running: dict[Connection, tuple[int, BaseProcess]]
+) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_child, args=(work, item, theirs))
+    running[ours] = index, process  # known before it is there: a signal may come as it starts
     process.start()
     theirs.close()
-    return {ours: (index, process)}
 
 
 def _receive(end: Connection, process: BaseProcess) -> Result:  # type: ignore[type-var]
@@ -94,6 +97,7 @@ def _receive(end: Connection, process: BaseProcess) -> Result:  # type: ignore[t
 
 
 def _child(work: Callable[[Item], Result], item: Item, end: Connection) -> None:
+    as_forked()
     torch.set_num_threads(1)  # of the parent's pool no thread has come along
     _watching.clear()
     try:

@@ -4,14 +4,14 @@ Local processes are forked on CPU after torch is imported once, so that a rank c
 and a few megabytes, and spawned on CUDA, which a forked process cannot use. Fork comes before this
 process does any parallel work of its own: OpenMP's threads do not survive it, so start the lattice first.
 
-No rank connects to anything before the last has been forked (``_await_all``): a connection wakes the store's
+No rank connects to anything before the last has been forked (``await_all``): a connection wakes the store's
 thread in this process, and a rank forked while that thread holds one of the C library's locks (it looks up
 the name of whoever connects) has the lock for ever.
 """
 
 from __future__ import annotations
 
-import gc
+import errno
 import logging
 import math
 import multiprocessing
@@ -49,6 +49,7 @@ from koushi.train.failures import (
     stuck_report,
     write_report,
 )
+from koushi.train.forking import SIGNALS, as_forked, await_all, forks
 from koushi.train.inquiry import end_processes, inquest, inquire, timed_out
 from koushi.train.stopping import sleep_unless_requested
 
@@ -60,13 +61,9 @@ GRACE = 5
 """Seconds between asking a process to end and killing it, and for which a rank that lost a peer stays
 alive, so that the parent sees the peer's end first."""
 POLL = 0.05
-START_POLL = 0.0005
-"""Seconds between a rank's looks whether all have started, for each rank of the world: as many in all for a large
-world as for a small one."""
 _parallel_here = threading.Event()
 """Set once a worker has run in this process: with its OpenMP pool lost by fork, a rank that wanted several
 threads would wait for ever."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(worker: Worker, job: Job, max_restarts: int = 0) -> None:
@@ -145,6 +142,21 @@ def _lone_rank(port: int) -> dict[str, str]:
 
 
 def _start_world(worker: Worker, job: Job, max_restarts: int) -> None:
+    try:
+        _run_world(worker, job, max_restarts)
+    except OSError as error:
+        raise TrainingError(f"cannot start {job.mesh.world_size} ranks: {_in_words(error)}") from error
+
+
+def _in_words(error: OSError) -> str:
+    where = {
+        errno.EMFILE: "; this process may open no more (ulimit -n)",
+        errno.ENOSPC: f"; temporary files go to {tempfile.gettempdir()} (TMPDIR)",
+    }
+    return f"{error}{where.get(error.errno or 0, '')}"
+
+
+def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
     world = job.mesh.world_size
     device = resolve_device(job.config.run.device)
     if device == "cuda" and world > torch.cuda.device_count():
@@ -168,7 +180,7 @@ def _start_world(worker: Worker, job: Job, max_restarts: int) -> None:
         stack.enter_context(_signals_restored())
         stack.enter_context(_elastic_quiet())
         stack.enter_context(_no_orphans())
-        stack.enter_context(garbage_frozen())
+        stack.enter_context(forks())
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
         _raise_file_limit(world)
@@ -214,13 +226,15 @@ def _launch_config(job: Job, port: int, start_method: str, max_restarts: int) ->
 
 def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int) -> None:
     """The whole life of a local rank."""
-    for number in SIGNALS:
-        # The parent's Python handlers, inherited by fork, would never run while a collective waits.
-        signal.signal(number, signal.SIG_DFL)
+    as_forked()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    _await_all(folder / f"started-{attempt}", int(os.environ["RANK"]), job.mesh.world_size)
+    try:
+        await_all(folder / f"started-{attempt}", int(os.environ["RANK"]), job.mesh.world_size)
+    except OSError as error:
+        print(f"rank {os.environ['RANK']} cannot start: {_in_words(error)}", file=sys.stderr)
+        os._exit(1)
     os.environ[ARRIVALS] = str(folder / f"book-{attempt}")
     if attempt and os.environ["RANK"] == "0":
         print(
@@ -241,18 +255,6 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
         sys.stderr.flush()
         # Destructors of a broken process group may wait for peers for ever.
         os._exit(1)
-
-
-def _await_all(folder: Path, rank: int, world: int) -> None:
-    """Return once all ranks of this start exist; one that dies before is elastic's to notice, which then ends the
-    others."""
-    folder.mkdir(exist_ok=True)
-    (folder / str(rank)).touch()
-    everyone = folder / "all"
-    if len(os.listdir(folder)) >= world:  # the last to come sees the whole world, and with "all" there more than it
-        everyone.touch()
-    while not everyone.exists():
-        time.sleep(START_POLL * world)
 
 
 def _end_with(parent: int) -> None:
@@ -343,18 +345,6 @@ def _no_orphans() -> Iterator[None]:
             process.kill()
         for process in left:
             process.join()
-
-
-@contextmanager
-def garbage_frozen() -> Iterator[None]:
-    """Keep forked ranks from collecting what this process left: ending a process group whose threads fork did
-    not copy crashes or hangs. It also keeps their memory shared."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _worth_showing(entry: logging.LogRecord) -> bool:

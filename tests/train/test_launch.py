@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import pickle
@@ -23,10 +24,27 @@ import torch.distributed as dist
 from koushi.errors import RankFailure, Stopped, TrainingError
 from koushi.job import Job
 from koushi.parallel.device_mesh import resolve_device
+from koushi.train import launch as launching
 from koushi.train.launch import launch
 
 CASES = Path(cases.__file__)
 PATIENCE = 60
+
+
+_strike: list[tuple[int, signal.Signals]] = []
+"""After how many forks this process is to get a signal while Python still runs what belongs to the fork."""
+
+
+def _strike_at_fork() -> None:
+    if _strike:
+        left, number = _strike.pop()
+        if left == 1:
+            os.kill(os.getpid(), number)
+        else:
+            _strike.append((left - 1, number))
+
+
+os.register_at_fork(after_in_parent=_strike_at_fork)
 
 
 def gone(process: int) -> bool:
@@ -166,6 +184,24 @@ def test_no_rank_works_before_the_last_is_forked(
         began = [float((tmp_path / f"began-{attempt}-{rank}").read_text()) for rank in range(4)]
         assert min(began) > forked[4 * attempt + 3] + 0.2
     assert len(forked) == 4 * (failures + 1)
+
+
+@pytest.mark.parametrize("forks", [1, 3, 4])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_that_comes_with_a_fork_is_not_lost(tmp_path: Path, forks: int, number: signal.Signals) -> None:
+    _strike.append((forks, number))
+    with pytest.raises(Stopped) as caught:
+        launch(cases.hang, cases.make_job(tmp_path, tp=4))
+    assert (str(caught.value), caught.value.exit_code) == (f"stopped by {number.name}", 128 + number)
+
+
+def test_no_room_for_temporary_files_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    monkeypatch.setattr(launching, "elastic_launch", lambda config, worker: no_room)
+    with pytest.raises(TrainingError, match=r"cannot start 2 ranks: .*No space left on device.* \(TMPDIR\)$"):
+        launch(cases.hang, cases.make_job(tmp_path, tp=2))
 
 
 def test_an_exception_is_shown_with_rank_coordinate_and_traceback(
