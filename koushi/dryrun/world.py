@@ -11,9 +11,10 @@ One world per process: torch keeps process groups in caches that outlive them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
+from itertools import compress
 from typing import Any, Literal, cast
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import stage as stage_of_torch
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils
@@ -168,6 +170,7 @@ def patched(kind: DeviceKind) -> Iterator[None]:
         patch("torch.optim.adam._get_fused_kernels_supported_devices", lambda: fused, create=True),
         patch.object(F, "scaled_dot_product_attention", _ATTENTION[kind]),
         patch.object(F, "rms_norm", fused_rms_norm) if kind == "cuda" else nullcontext(),
+        _halves_told(),
         # Draws numbers for weights that on meta hold none.
         patch.object(nn.Linear, "reset_parameters", lambda self: None),
         # Blocks to be compiled run operation by operation.
@@ -273,13 +276,19 @@ _ATTENTION = {"cuda": _cuda_attention, "cpu": _flash_cpu}
 # The CUDA kernel of RMSNorm, as one operator with its shapes: on meta torch takes the norm apart, as it does on CPU.
 _library = torch.library.Library("koushi_dryrun", "DEF")
 _library.define("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)")
-_library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)")
+_library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor scale, bool[2] mask) -> Tensor[]")
 _library.impl(
     "rms_norm", lambda x, _: (torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)), "Meta"
 )
 _library.impl(
-    "rms_norm_backward", lambda gradient, x, weight, scale: (torch.empty_like(x), torch.empty_like(weight)), "Meta"
+    "rms_norm_backward",
+    lambda gradient, x, weight, scale, mask: [torch.empty_like(one) for one in compress((x, weight), mask)],
+    "Meta",
 )
+
+_asked = [(True, True)]
+"""Whether the backward that is going on asks for gradients of inputs, and of weights: a kernel is told, a function in
+Python is not."""
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -291,12 +300,35 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return torch.ops.koushi_dryrun.rms_norm_backward(gradients[0], *ctx.saved_tensors)
+        made = iter(torch.ops.koushi_dryrun.rms_norm_backward(gradients[0], *ctx.saved_tensors, _asked[-1]))
+        return tuple(next(made) if asked else None for asked in _asked[-1])
 
 
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
     assert list(shape) == list(x.shape[-1:]) and weight.dtype == x.dtype, "only what koushi.models.layers asks for"
     return cast(Tensor, _FusedRMSNorm.apply(x, weight))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _halves_told() -> Iterator[None]:
+    """Private: the functions with which torch's stages go through the halves of a split backward."""
+
+    def telling(run: Callable[..., Any], asked: tuple[bool, bool]) -> Callable[..., Any]:
+        def told(*arguments: Any, **named: Any) -> Any:
+            _asked.append(asked)
+            try:
+                return run(*arguments, **named)
+            finally:
+                _asked.pop()
+
+        return told
+
+    inputs, weights = stage_of_torch.stage_backward_input, stage_of_torch.stage_backward_weight
+    with (
+        patch.object(stage_of_torch, "stage_backward_input", telling(inputs, (True, False))),
+        patch.object(stage_of_torch, "stage_backward_weight", telling(weights, (False, True))),
+    ):
+        yield
 
 
 def gathered(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

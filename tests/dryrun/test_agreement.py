@@ -112,6 +112,11 @@ PARTED = {
         *("model.vocab_size=16", "model.dim=256", "model.ffn_dim=1024", "model.n_layers=6"),
         "precision.compute=bfloat16",
     ),
+    "a norm that is asked for one of its gradients": (
+        *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}ZBVZeroBubble", "training.global_batch_size=2"),
+        *("model.vocab_size=16", "model.dim=256", "model.n_layers=2", "training.seq_len=256"),
+        "parallelism.pipeline_parallel_layers_per_stage=[0,1,1,0]",
+    ),
     "a last output that stays": (
         *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}GPipe", "training.global_batch_size=2", *SHAPES["words"]),
         "training.seq_len=256",
