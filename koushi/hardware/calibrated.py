@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from koushi.hardware.collective import SMALL_SHARE, ring_passes, switch_passes
-from koushi.hardware.hardware import Chip, Hardware, Link
+from koushi.hardware.hardware import Chip, Device, Hardware, Link
 from koushi.hardware.matmul import attention_seconds
 from koushi.hardware.ranges import RANGES
 from koushi.traffic import Operation
@@ -64,6 +64,7 @@ class Call:
 class Measurements:
     device: str
     """The device's own name."""
+    kind: Device
     devices: int
     """Of this machine."""
     memory_bytes: int
@@ -86,6 +87,7 @@ def calibrated(name: str, found: Measurements, nearest: Hardware) -> Hardware:
         description=f"{found.device}, measured by koushi hardware --calibrate",
         aliases=(),
         device_names=(),
+        device=found.kind,
         devices_per_node=found.devices,
         chip=_chip(found, nearest.chip),
         host=replace(nearest.host, launch_us=_round(found.launch_seconds * 1e6)),

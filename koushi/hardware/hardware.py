@@ -1,17 +1,18 @@
 """Hardware as data: chips, hosts and links, read from YAML files. No torch.
 
-The shipped files stand in ``data/``; a user's own file has the same form. A domain is the set of
-devices that the inner link joins: a node, or a rack where the link leaves the node.
+The shipped files stand in ``data/``; a user's own file has the same form, and may leave out the fields that have a
+default here. A domain is the set of devices that the inner link joins: a node, or a rack where the link leaves the
+node.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from koushi.config.source import Branch, Entry, Kind, Place, plain, read
 from koushi.config.spelling import nearest
@@ -20,6 +21,9 @@ from koushi.hardware.ranges import ANY_OF, DTYPES, PEAK, RANGES, Range
 
 DATA = Path(__file__).parent / "data"
 HARDWARE_FILE = Kind("a hardware file", "keys are needed, such as `name: my-device`; the shipped files are examples")
+
+
+Device = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +121,8 @@ class Hardware:
     aliases: tuple[str, ...]
     device_names: tuple[str, ...]
     """Words that torch's name of the device holds, by which a running job finds its peak."""
+    device: Device = field(default="gpu", kw_only=True)
+    """Whose kernels, allocator and communication library a job on it has: a CPU's with gloo, or a GPU's with NCCL."""
     devices_per_node: int
     chip: Chip
     host: Host
@@ -130,6 +136,11 @@ class Hardware:
     def with_network(self, gb_s: float) -> Hardware:
         """The same devices with another network bandwidth per device and direction."""
         return dataclasses.replace(self, network=dataclasses.replace(self.network, gb_s=gb_s))
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether it is what ships under its name, unchanged."""
+        return self.name in names() and self is _shipped(self.name)
 
 
 ASSUMED = "h100-sxm-80gb"
@@ -195,11 +206,12 @@ def _made(kind: Any, branch: Branch, prefix: str, place: Place, problems: list[P
             legal = f"did you mean {meant}?" if meant else f"the keys are {', '.join(hints)}"
             problems.append(Problem(entry.key_place.text, prefix + key, "is not a key of a hardware file", legal))
     values = {}
+    optional = {one.name for one in dataclasses.fields(kind) if one.default is not MISSING}
     for key, hint in hints.items():
-        if key not in branch:
-            problems.append(Problem(place.text, prefix + key, "is missing", _needed(hint, prefix + key)))
-        else:
+        if key in branch:
             values[key] = _value(hint, branch[key], prefix + key, problems)
+        elif key not in optional:
+            problems.append(Problem(place.text, prefix + key, "is missing", _needed(hint, prefix + key)))
     return None if problems else kind(**values)
 
 
@@ -210,6 +222,9 @@ def _value(hint: Any, entry: Entry, key: str, problems: list[Problem]) -> object
             return _made(hint, value, key + ".", entry.key_place, problems)
     elif hint is bool:
         if isinstance(value, bool):
+            return value
+    elif get_origin(hint) is Literal:
+        if isinstance(value, str) and value in get_args(hint):
             return value
     elif hint is str:
         if isinstance(value, str) and (value or key != "name"):
@@ -264,5 +279,7 @@ def _needed(hint: Any, key: str) -> str:
         return "a section of keys is needed"
     if hint in (int, float):
         return str(_range(key))
+    if get_origin(hint) is Literal:
+        return f"{' or '.join(get_args(hint))} is needed"
     words = {bool: "true or false", str: "a string that is not empty", tuple[str, ...]: "a list of strings"}
     return f"{words.get(hint, 'a section of numbers by dtype')} is needed"

@@ -27,6 +27,7 @@ def test_a_machine_is_measured_and_described(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "mine.yaml"
     made = calibrate(path, "cpu", processes, None)
     assert (made.name, load(str(path)).name) == ("mine", "mine")
+    assert (made.device, load(str(path)).device) == ("cpu", "cpu")
     like, chip = load("cpu"), made.chip
     assert set(chip.peak_tflops) == set(like.chip.peak_tflops)
     assert 1e6 < chip.peak("float32") < 1e14

@@ -20,6 +20,7 @@ def measured(true: Hardware) -> Measurements:
     chip = true.chip
     return Measurements(
         device="A device of ours",
+        kind=true.device,
         devices=8,
         memory_bytes=int(chip.memory_bytes),
         matmuls=tuple(

@@ -78,6 +78,19 @@ def test_what_is_wrong_with_a_users_file_is_told_at_once_with_lines(tmp_path: Pa
     assert problems["inside.hop_us"].what == "is missing"
 
 
+@pytest.mark.parametrize("value", ["tpu", "1", "[cpu]", "CPU"])
+def test_a_device_is_of_a_known_kind(tmp_path: Path, value: str) -> None:
+    text = (DATA / "cpu.yaml").read_text(encoding="utf-8").replace("device: cpu", f"device: {value}")
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"mine\.yaml:5:9: device: is .*; cpu or gpu is needed"):
+        read_file(tmp_path / "mine.yaml")
+
+
+def test_what_says_nothing_of_its_kind_is_a_gpu() -> None:
+    assert {name for name in names() if load(name).device == "cpu"} == {"cpu"}
+    assert load("h100").is_shipped and not load("h100").with_network(50.0).is_shipped
+
+
 def test_another_network_leaves_the_rest() -> None:
     plain = load("a100")
     slow = plain.with_network(6.25)
