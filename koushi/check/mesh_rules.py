@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from koushi.check.rule import DP_REPLICATE, DP_SHARD, PP, TP, WORLD, Facts, Finding, Rule, listed, multiples_near
+from koushi.config.schema import SHARD_NEEDED
 from koushi.mesh import MOST_DEVICES
 
 
 def _each_degree(facts: Facts) -> Iterator[Finding]:
     shard = facts.config.parallelism.data_parallel_shard_degree
     if shard < -1 or shard == 0:
-        legal = "an integer of at least 1, or -1 for what is left of the world"
-        yield Finding((DP_SHARD,), f"is {shard}", legal, (DP_SHARD,))
+        yield Finding((DP_SHARD,), f"is {shard}", SHARD_NEEDED, (DP_SHARD,))
 
 
 def _largest(key: str) -> Rule:

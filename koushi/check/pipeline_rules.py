@@ -67,10 +67,11 @@ def _enough_layers(facts: Facts) -> Iterator[Finding]:
     if layers < stages:
         per_rank = facts.stages_per_rank
         most = layers // per_rank
+        few = f"{counted(layers, 'layer')} {'is' if layers == 1 else 'are'}"
         legal = f"a pipeline_parallel_degree of at most {most}" if most > 1 else f"at least {stages} layers"
         yield Finding(
             (PP, LAYERS, PER_RANK),
-            f"{layers} layers are fewer than {stages} stages ({facts.pp} ranks x {per_rank})",
+            f"{few} fewer than {stages} stages ({facts.pp} ranks x {per_rank})",
             f"{legal}, or {PER_STAGE} with empty first and last stages",
         )
 

@@ -17,6 +17,8 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
+SHARD_NEEDED = "an integer of at least 1, or -1 for what is left of the world"
+ShardDegree = Annotated[int, Field(strict=True, json_schema_extra={"needed": SHARD_NEEDED + ","})]
 
 ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -77,8 +79,8 @@ class Parallelism(Section):
     """pp: how many ranks the layers are divided over."""
     data_parallel_replicate_degree: Count = 1
     """dp_replicate: whole copies of the model, each on samples of its own."""
-    data_parallel_shard_degree: Annotated[int, Field(strict=True)] = 1
-    """dp_shard: copies that share out their parameters (FSDP); -1: what is left of the world."""
+    data_parallel_shard_degree: ShardDegree = 1
+    """dp_shard: copies that share out their parameters (FSDP)."""
     tensor_parallel_degree: Count = 1
     """tp: how many pieces every matrix is cut into; activations in between are cut along the sequence."""
     world_size: Count | None = None

@@ -172,6 +172,8 @@ def _is_number(text: str) -> bool:
 
 
 def needed(schema: Schema) -> str:
+    if "needed" in schema:
+        return str(schema["needed"])
     kind = schema.get("type")
     if kind == "boolean":
         return "true or false"

@@ -98,7 +98,7 @@ class Link:
     """Cost of a collective, however small and few its ranks."""
     hop_us: float
     """Latency of one hop from rank to rank."""
-    large_start: float
+    large_start: float = field(default=1.0, kw_only=True)
     """How many times the latency of a small message a large one takes to start. 1: all are sent alike."""
     crowding: float
     """How much an all-reduce's bandwidth falls with every further domain: 1 / (1 + crowding x (domains - 1)) where all
@@ -118,7 +118,7 @@ class Hardware:
 
     name: str
     description: str
-    aliases: tuple[str, ...]
+    aliases: tuple[str, ...] = field(default=(), kw_only=True)
     device_names: tuple[str, ...]
     """Words that torch's name of the device holds, by which a running job finds its peak."""
     device: Device = field(default="gpu", kw_only=True)

@@ -186,6 +186,12 @@ CASES = [
         "a pipeline_parallel_degree of at most 6, or parallelism.pipeline_parallel_layers_per_stage",
     ),
     (
+        f"model: {{n_layers: 1}}\nparallelism: {{{PP2.replace(': ', ': §')}}}",
+        "parallelism.pipeline_parallel_degree",
+        "1 layer is fewer than 2 stages (2 ranks x 1)",
+        "at least 2 layers, or parallelism.pipeline_parallel_layers_per_stage",
+    ),
+    (
         f"parallelism: {{{PP2}, pipeline_parallel_layers_per_stage: §[2, 2, 2]}}",
         "parallelism.pipeline_parallel_layers_per_stage",
         "has 3 entries for 2 stages (2 ranks x 1)",

@@ -47,6 +47,11 @@ def marked(text: str) -> tuple[str, str]:
             "training.steps",
             "is 4722366482869645213695, too large; at most 9223372036854775807",
         ),
+        (
+            "parallelism: {data_parallel_shard_degree: §auto}",
+            "parallelism.data_parallel_shard_degree",
+            "is 'auto', a string; an integer of at least 1, or -1 for what is left of the world, is needed",
+        ),
         ("training: {seed: §-1}", "training.seed", "is -1, an integer; an integer of at least 0 is needed"),
         ("training: {compile: §1}", "training.compile", "is 1, an integer; true or false is needed"),
         ("training: {compile: §no}", "training.compile", "is 'no', a string; true or false is needed"),

@@ -91,6 +91,17 @@ def test_what_says_nothing_of_its_kind_is_a_gpu() -> None:
     assert load("h100").is_shipped and not load("h100").with_network(50.0).is_shipped
 
 
+def test_a_users_file_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
+    lines = (DATA / "h200.yaml").read_text(encoding="utf-8").splitlines()
+    path = tmp_path / "mine.yaml"
+    left = [line for line in lines if not line.strip().startswith(("aliases:", "large_start:"))]
+    path.write_text("\n".join(left) + "\n", encoding="utf-8")
+    assert len(left) == len(lines) - 3
+    hardware = read_file(path)
+    assert (hardware.aliases, hardware.inside.large_start, hardware.network.large_start) == ((), 1.0, 1.0)
+    assert hardware.inside.gb_s == load("h200").inside.gb_s
+
+
 def test_another_network_leaves_the_rest() -> None:
     plain = load("a100")
     slow = plain.with_network(6.25)
