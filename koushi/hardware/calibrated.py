@@ -152,15 +152,15 @@ def _link(found: Measurements, nearest: Link) -> Link:
     degree = max(one.degree for one in found.calls)
     rings = [one for one in found.calls if one.degree == degree and one.operation != "all_reduce"]
     small, large, per_byte = _protocols([(one.bytes * (degree - 1) / degree, one.seconds) for one in rings])
+    own = replace(nearest, devices=max(nearest.devices, found.devices))
     return replace(
-        nearest,
-        devices=max(nearest.devices, found.devices),
-        gb_s=_round(1e-9 / per_byte),
+        own,
+        gb_s=_round(1e-9 / per_byte / own.share(degree)),
         reached=1.0,
         call_us=_round(small * 1e6),
         hop_us=0.0,
         large_start=_round(large / small) if small else 1.0,
-        reduces=_reduces(found.calls, degree, large, per_byte, nearest.reduces),
+        reduces=not nearest.direct and _reduces(found.calls, degree, large, per_byte, nearest.reduces),
     )
 
 

@@ -8,7 +8,7 @@ node.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -105,11 +105,18 @@ class Link:
     devices of a domain take part, less where fewer do, in proportion."""
     reduces: bool
     """Whether the switch adds up what passes through it, so that an all-reduce crosses a link once."""
+    direct: bool = field(default=False, kw_only=True)
+    """Whether there is no switch, but a link between every two devices of a domain, each with an even share of
+    ``gb_s``: a group of 2 has one of them, a group of 4 three."""
 
     @property
     def bandwidth(self) -> float:
         """What large collectives get, in bytes per second and direction."""
         return self.gb_s * self.reached * 1e9
+
+    def share(self, ranks: int) -> float:
+        """Of the bandwidth, what so many devices of a domain can use among themselves."""
+        return (ranks - 1) / (self.devices - 1) if self.direct and 1 < ranks < self.devices else 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,10 +182,29 @@ def read_file(path: Path) -> Hardware:
     tree = read(path, HARDWARE_FILE)
     problems = [one.problem for one in tree.found]
     hardware = _made(Hardware, tree.branch, "", Place.in_file(path), problems)
+    if isinstance(hardware, Hardware):
+        problems += _of_links(hardware, tree.branch)
     if problems:
         raise ConfigError(problems)
     assert isinstance(hardware, Hardware), "a file without problems describes a whole"
     return hardware
+
+
+def _of_links(hardware: Hardware, branch: Branch) -> Iterator[Problem]:
+    """What cannot be of links without a switch."""
+    for name, link in (("inside", hardware.inside), ("network", hardware.network)):
+        section = branch[name].value
+        if not link.direct or not isinstance(section, dict):
+            continue
+        what, legal = "is true", ""
+        if name == "network":
+            legal = "false is needed: between domains there are always switches"
+        elif link.devices < 2:
+            what, legal = f"is true, but {name}.devices is {link.devices}", "at least 2 are needed for a link between"
+        elif link.reduces:
+            what, legal = f"is true, and {name}.reduces too", "one of the two: only a switch adds up"
+        if legal:
+            yield Problem(section["direct"].place.text, f"{name}.direct", what, legal)
 
 
 @cache

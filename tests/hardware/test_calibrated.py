@@ -15,8 +15,8 @@ from koushi.hardware.matmul import attention_seconds, matmul_seconds
 SHAPES = ((2048, 4096, 4096), (4096, 4096, 8192), (8192, 8192, 8192), (16384, 8192, 8192))
 
 
-def measured(true: Hardware) -> Measurements:
-    """What a machine that is exactly ``true`` would show."""
+def measured(true: Hardware, degree: int = 8) -> Measurements:
+    """What a machine that is exactly ``true`` would show, with collectives among so many of its 8 devices."""
     chip = true.chip
     return Measurements(
         device="A device of ours",
@@ -43,7 +43,7 @@ def measured(true: Hardware) -> Measurements:
         kernel_seconds=chip.kernel_us * 1e-6,
         launch_seconds=true.host.launch_us * 1e-6,
         calls=tuple(
-            Call(operation, size, 8, collective_seconds(true, operation, size, Span(1, 8)))
+            Call(operation, size, degree, collective_seconds(true, operation, size, Span(1, degree)))
             for operation in ("all_gather", "reduce_scatter", "all_reduce")
             for size in (1 << 12, 1 << 20, 1 << 24, 1 << 28)
         ),
@@ -75,6 +75,16 @@ def test_measurements_are_met(name: str, start: float) -> None:
     for call in found.calls:
         seconds = collective_seconds(made, call.operation, call.bytes, Span(1, 8))
         assert seconds == pytest.approx(call.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_some_of_a_devices_direct_links_tell_of_all(degree: int) -> None:
+    true = load("mi300x")
+    made = calibrated("ours", measured(true, degree), true)
+    assert made.inside.direct and not made.inside.reduces
+    for group in (Span(1, 2), Span(1, 4), Span(1, 8)):
+        seconds, expected = (collective_seconds(one, "all_gather", 1 << 30, group) for one in (made, true))
+        assert seconds == pytest.approx(expected, rel=0.03)
 
 
 def test_a_processor_without_units_has_its_best_rate_for_a_peak() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,28 @@ def test_a_device_is_of_a_known_kind(tmp_path: Path, value: str) -> None:
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"mine\.yaml:5:9: device: is .*; cpu or gpu is needed"):
         read_file(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "told"),
+    [
+        ("inside", {"devices": 1}, "inside.direct: is true, but inside.devices is 1; at least 2 are needed"),
+        ("inside", {"reduces": "true"}, "inside.direct: is true, and inside.reduces too; one of the two"),
+        ("network", {}, "network.direct: is true; false is needed"),
+    ],
+)
+def test_links_without_a_switch_are_between_the_devices_of_a_node(
+    tmp_path: Path, section: str, changes: dict[str, object], told: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    before, name, after = (DATA / "h200.yaml").read_text(encoding="utf-8").partition(f"{section}:\n")
+    for key, value in {"reduces": "false", **changes}.items():
+        after = re.sub(rf"  {key}: .*", f"  {key}: {value}", after, count=1)
+    path.write_text(f"{before}{name}  direct: true\n{after}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"mine\.yaml:\d+:11: {re.escape(told)}"):
+        read_file(path)
+    path.write_text(path.read_text(encoding="utf-8").replace("direct: true", "direct: false"), encoding="utf-8")
+    assert read_file(path).name == "h200"
 
 
 def test_what_says_nothing_of_its_kind_is_a_gpu() -> None:
