@@ -215,6 +215,28 @@ def _round(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+def figures_text(found: Measurements, hardware: Hardware) -> str:
+    """The main figures of ``found``, which ``hardware`` was made of, for people."""
+    best = {one.dtype: 0.0 for one in found.matmuls}
+    for one in found.matmuls:
+        best[one.dtype] = max(best[one.dtype], _round(one.rate / 1e12))
+    rates = ", ".join(f"{rate:.3g} TFLOP/s in {dtype}" for dtype, rate in best.items())
+    chip, inside, copied = hardware.chip, hardware.inside, _round(found.copy_bytes_per_second / 1e9)
+    link = f"not measured, since one rank has none; {inside.gb_s:g} GB/s is assumed"
+    if found.calls:
+        degree = max(one.degree for one in found.calls)
+        gb_s = inside.gb_s * inside.share(degree)
+        link = f"{gb_s:.3g} GB/s each way among {degree} ranks, {inside.call_us:.3g} us for a small message"
+    return "\n".join(
+        (
+            f"  matmul  {rates}: the best of {len(found.matmuls)} products",
+            f"  memory  {copied:.3g} GB/s in a large copy; {chip.memory_gib:.3g} GiB a device",
+            f"  kernel  {chip.kernel_us:.3g} us for the smallest, {hardware.host.launch_us:.3g} us to launch one",
+            f"  link    {link}",
+        )
+    )
+
+
 def yaml_text(hardware: Hardware, comments: dict[str, str]) -> str:
     """A hardware file; ``comments`` by dotted key, where a section's goes to all its values."""
     return "\n".join(_lines(hardware, "", comments)) + "\n"
@@ -225,7 +247,6 @@ def _lines(part: Any, prefix: str, comments: dict[str, str]) -> list[str]:
     for field in dataclasses.fields(part):
         key, value = prefix + field.name, getattr(part, field.name)
         note = comments.get(key, comments.get(prefix.rstrip("."), ""))
-        comment = f"  # {note}" if note else ""
         if dataclasses.is_dataclass(value):
             lines.append(f"{indent}{field.name}:")
             lines.extend(_lines(value, key + ".", comments))
@@ -234,15 +255,20 @@ def _lines(part: Any, prefix: str, comments: dict[str, str]) -> list[str]:
         elif isinstance(value, str):
             lines.append(f"{indent}{field.name}: {_quoted(value)}")
         elif isinstance(value, bool):
-            lines.append(f"{indent}{field.name}: {str(value).lower()}{comment}")
+            lines.append(_noted(f"{indent}{field.name}: {str(value).lower()}", note))
         elif isinstance(value, int):
-            lines.append(f"{indent}{field.name}: {value}{comment}")
+            lines.append(_noted(f"{indent}{field.name}: {value}", note))
         elif isinstance(value, float):
-            lines.append(f"{indent}{field.name}: {value:g}{comment}")
+            lines.append(_noted(f"{indent}{field.name}: {value:g}", note))
         else:
             lines.append(f"{indent}{field.name}:")
-            lines.extend(f"{indent}  {dtype}: {peak:g}{comment}" for dtype, peak in value.items())
+            for dtype, peak in value.items():
+                lines.append(_noted(f"{indent}  {dtype}: {peak:g}", comments.get(f"{key}.{dtype}", note)))
     return lines
+
+
+def _noted(line: str, note: str) -> str:
+    return f"{line}  # {note}" if note else line
 
 
 def _quoted(text: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from koushi.hardware.calibrated import Attention, Call, Matmul, Measurements, calibrated, yaml_text
+from koushi.hardware.calibrated import Attention, Call, Matmul, Measurements, calibrated, figures_text, yaml_text
 from koushi.hardware.collective import Span, collective_seconds
 from koushi.hardware.hardware import Hardware, load, names, read_file
 from koushi.hardware.matmul import attention_seconds, matmul_seconds
@@ -80,7 +80,10 @@ def test_measurements_are_met(name: str, start: float) -> None:
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_some_of_a_devices_direct_links_tell_of_all(degree: int) -> None:
     true = load("mi300x")
-    made = calibrated("ours", measured(true, degree), true)
+    found = measured(true, degree)
+    made = calibrated("ours", found, true)
+    used = made.inside.gb_s * (degree - 1) / 7
+    assert f"  link    {used:.3g} GB/s each way among {degree} ranks, " in figures_text(found, made)
     assert made.inside.direct and not made.inside.reduces
     for group in (Span(1, 2), Span(1, 4), Span(1, 8)):
         seconds, expected = (collective_seconds(one, "all_gather", 1 << 30, group) for one in (made, true))
