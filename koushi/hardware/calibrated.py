@@ -88,7 +88,8 @@ def calibrated(name: str, found: Measurements, nearest: Hardware) -> Hardware:
         aliases=(),
         device_names=(),
         device=found.kind,
-        devices_per_node=found.devices,
+        # A machine has room for more ranks than cores.
+        devices_per_node=found.devices if found.kind == "gpu" else max(nearest.devices_per_node, found.devices),
         chip=_chip(found, nearest.chip),
         host=replace(nearest.host, launch_us=_round(found.launch_seconds * 1e6)),
         inside=_link(found, nearest.inside),

@@ -80,9 +80,9 @@ def _head(job: Job, plan: Plan, chosen: bool, follows: bool) -> list[str]:
 
 
 def _nodes(plan: Plan) -> str:
-    """``8 per node``; a machine has room for any number of ranks on a CPU."""
+    """``8 per node``; that a machine has room for very many ranks on its CPU tells nothing."""
     hardware = plan.hardware
-    if hardware.device == "cpu" and plan.devices <= (hardware.inside.devices or plan.devices):
+    if hardware.device == "cpu" and plan.devices <= hardware.devices_per_node:
         return "on one machine"
     return f"{hardware.devices_per_node} per node"
 

@@ -28,6 +28,7 @@ def test_a_machine_is_measured_and_described(tmp_path: Path, monkeypatch: pytest
     made, said = calibrate(path, "cpu", processes, None)
     assert (made.name, load(str(path)).name) == ("mine", "mine")
     assert (made.device, load(str(path)).device) == ("cpu", "cpu")
+    assert made.devices_per_node == made.inside.devices == 1024, "any number of ranks, as of the shipped CPU"
     like, chip = load("cpu"), made.chip
     assert set(chip.peak_tflops) == set(like.chip.peak_tflops)
     assert 1e6 < chip.peak("float32") < 1e14

@@ -155,6 +155,7 @@ def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     arguments = [str(ROOT / "examples" / "debug.yaml"), "--hardware", "cpu"]
     assert run(*arguments) == 0
     out = capsys.readouterr().out
+    assert re.search(r"^devices  \d+ x cpu, on one machine; \[", out, re.M)
     assert "no published run stands behind cpu" in out
     assert "9 in 10" not in out
     assert "  range" not in out
