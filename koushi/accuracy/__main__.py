@@ -53,7 +53,7 @@ def main(
     scores = by_source(ran, not_run)
     text = report(scores, ran, (*left_out, *left_out_lost), not_run)
     if write:
-        ACCURACY.write_text(json.dumps(error_bars(scores), indent=2) + "\n", encoding="utf-8")
+        ACCURACY.write_text(json.dumps(error_bars(scores, ran), indent=2) + "\n", encoding="utf-8")
         renew(TABLES, text)
     if json_wanted:
         print(json.dumps(as_json(scores), indent=2))

@@ -212,10 +212,10 @@ def report(
     return "\n\n".join([*pieces, left_out_table(ran, left_out)])
 
 
-def error_bars(scores: Sequence[SourceScore]) -> dict[str, dict[str, float]]:
-    """Of step time and memory: the means over sources that the table ends with, the largest p90 of a source, and how
-    many sources and runs they stand on."""
-    found = {}
+def error_bars(scores: Sequence[SourceScore], ran: Sequence[Scored]) -> dict[str, dict[str, object]]:
+    """Of step time and memory: the means over sources that the table ends with, the largest p90 of a source, how many
+    sources and runs they stand on, and the hardware of those."""
+    found: dict[str, dict[str, object]] = {}
     for name in ("time", "memory"):
         errors = [known for one in scores if (known := getattr(one, name)) is not None]
         found["step_time" if name == "time" else name] = {
@@ -224,6 +224,7 @@ def error_bars(scores: Sequence[SourceScore]) -> dict[str, dict[str, float]]:
             "worst_p90": round(max(known.p90 for known in errors), 4),
             "sources": len(errors),
             "runs": sum(known.runs for known in errors),
+            "hardware": sorted({one.run.hardware.name for one in ran if getattr(one, f"{name}_error") is not None}),
         }
     return found
 

@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from koushi.calibrate.measure import ON_CPU, ON_GPU, measure
+from koushi.calibrate.measure import DTYPES, ON_CPU, ON_GPU, measure
 from koushi.config.schema import JobConfig, Run
 from koushi.errors import ConfigError
-from koushi.hardware.calibrated import Attention, Call, Matmul, Measurements, calibrated, yaml_text
+from koushi.hardware.calibrated import Attention, Call, Matmul, Measurements, calibrated, figures_text, yaml_text
 from koushi.hardware.hardware import Hardware, load, names, read_file
 from koushi.job import Job
 from koushi.mesh import MeshSpec
@@ -37,8 +37,8 @@ def _is_hardware(path: Path) -> bool:
 HARDWARE = Kind("a hardware file", "mine.yaml", _is_hardware)
 
 
-def calibrate(path: Path, device: str, processes: int | None, nearest: str | None) -> Hardware:
-    """Measure with ``processes`` ranks, write ``path`` and return what it describes.
+def calibrate(path: Path, device: str, processes: int | None, nearest: str | None) -> tuple[Hardware, str]:
+    """Measure with ``processes`` ranks, write ``path`` and return what it describes, and its main figures for people.
 
     Raises TrainingError for a device that is not there, ConfigError for an unknown ``nearest``, and, before it
     measures, WrongTarget for a ``path`` that cannot be written or is something else than a hardware file.
@@ -50,7 +50,7 @@ def calibrate(path: Path, device: str, processes: int | None, nearest: str | Non
     found = _measured(kind, count)
     hardware = calibrated(path.stem, found, like)
     write_text(path, yaml_text(hardware, _comments(like, count)), HARDWARE)
-    return read_file(path)
+    return read_file(path), f"{path}: {hardware.description}\n{figures_text(found, hardware)}"
 
 
 def _nearest(kind: str) -> Hardware:
@@ -101,11 +101,13 @@ def _comments(like: Hardware, processes: int) -> dict[str, str]:
         "variation": other,
         "chip": "measured",
         "chip.units": other,
-        "chip.peak_tflops": other if like.chip.units > 1 else "measured: the best rate",
+        "chip.peak_tflops": other,
+        **{f"chip.peak_tflops.{dtype}": "measured: the best rate" for dtype in DTYPES if like.chip.units == 1},
         "host": "measured",
         "host.step_ms": other,
         "inside": inside,
         "inside.devices": other,
         "inside.crowding": other,
+        "inside.direct": other,
         "network": other,
     }

@@ -69,6 +69,7 @@ def measure(device: torch.device, sizes: Sizes) -> Measurements:
     kernel, launch = _smallest_operation(device, sizes.repeats)
     return Measurements(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        kind="gpu" if device.type == "cuda" else "cpu",
         devices=max(world, torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1),
         memory_bytes=_memory(device, world),
         matmuls=tuple(_matmuls(device, sizes)),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 
 from koushi.check import data_rules, mesh_rules, model_rules, pipeline_rules, training_rules
 from koushi.check.rule import DP_REPLICATE, DP_SHARD, HF, NAME, PP, TP, WORLD, Facts, Finding, Rule
 from koushi.config.load import RunFile
-from koushi.config.schema import JobConfig
-from koushi.config.source import Found, raise_if_any
+from koushi.config.schema import PATHS, JobConfig
+from koushi.config.source import Found, Place, raise_if_any
 from koushi.job import Job
 from koushi.mesh import MeshSpec
 from koushi.schedules import stage_layers
@@ -92,7 +94,21 @@ def _placed(run_file: RunFile, finding: Finding) -> Found:
     if key != finding.keys[0] and what.startswith("is "):
         # "is 4" is said of the first key; at another key's place it has to name the first.
         what = f"{finding.keys[0]} {what}"
-    return Found(place, key, what, finding.legal)
+    legal = [one for one in (finding.legal, _how_taken(run_file, key, place)) if one]
+    return Found(place, key, what, "; ".join(legal))
+
+
+def _how_taken(run_file: RunFile, key: str, place: Place) -> str:
+    """Of a path on the command line that would be another one in the current folder; empty for all else."""
+    section, _, name = key.partition(".")
+    value = getattr(getattr(run_file.config, section), name) if key in PATHS and place.on_command_line else None
+    if value is None or os.path.isabs(value) or value.startswith("~") or not glob(value):
+        return ""
+    base = run_file.path.parent
+    if os.path.realpath(base) == os.path.realpath("."):
+        return ""
+    there = os.path.relpath(value, base)
+    return f"paths start from the run file's folder, from which that in the current folder is {there}"
 
 
 def _resolved(facts: Facts) -> JobConfig:

@@ -97,7 +97,7 @@ def hardware(name: str | None, calibrate: Path | None, processes: int | None) ->
     if calibrate is not None:
         from koushi.calibrate.command import calibrate as run
 
-        show(f"{calibrate}: {run(calibrate, 'auto', processes, name).description}")
+        show(run(calibrate, "auto", processes, name)[1])
         return
     if processes is not None:
         raise click.UsageError("--processes are those that measure: add --calibrate FILE")

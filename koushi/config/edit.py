@@ -13,6 +13,7 @@ from typing import Any
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
+from koushi.config.schema import PATHS
 from koushi.config.source import plain, read, read_text, root_of
 from koushi.config.write import value_text
 from koushi.errors import ConfigError, Problem
@@ -49,15 +50,12 @@ def check_edit_target(source: Path, target: Path) -> None:
         raise _refused(target, "is there already", f"a new name, or {source} itself to change it")
 
 
-_PATHS = ("model.hf", "data.path", "data.tokenizer", "run.hardware")
-
-
 def _from_elsewhere(source: Path, target: Path, values: Mapping[str, object]) -> dict[str, object]:
     """``values`` and the relative paths of ``source``, as they read from the folder of ``target``."""
     found, tree = dict(values), _read(source)
     if source.parent == target.parent:
         return found
-    for key in _PATHS:
+    for key in PATHS:
         section, name = key.split(".")
         branch = tree.get(section)
         path = found.get(key, branch.get(name) if isinstance(branch, dict) else None)

@@ -26,6 +26,9 @@ ScheduleName = Literal[
 DtypeName = Literal["float32", "bfloat16", "float64"]
 MasterDtype = Literal["float32", "float64"]
 
+PATHS = ("model.hf", "data.path", "data.tokenizer", "run.hardware")
+"""Keys whose value is a path, or may be one: relative to the run file, also on the command line."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

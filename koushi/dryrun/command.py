@@ -118,7 +118,7 @@ def device_kind(job: Job) -> DeviceKind:
     """What is predicted for: what the run file asks for; else what it is planned on, whatever this machine has."""
     if job.config.run.device != "auto":
         return job.config.run.device
-    return "cpu" if hardware_of(job).name == "cpu" else "cuda"
+    return "cpu" if hardware_of(job).device == "cpu" else "cuda"
 
 
 def _write_timeline(path: Path, found: DryRun) -> None:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from koushi.hardware.collective import SMALL_SHARE, ring_passes, switch_passes
-from koushi.hardware.hardware import Chip, Hardware, Link
+from koushi.hardware.hardware import Chip, Device, Hardware, Link
 from koushi.hardware.matmul import attention_seconds
 from koushi.hardware.ranges import RANGES
 from koushi.traffic import Operation
@@ -64,6 +64,7 @@ class Call:
 class Measurements:
     device: str
     """The device's own name."""
+    kind: Device
     devices: int
     """Of this machine."""
     memory_bytes: int
@@ -86,7 +87,9 @@ def calibrated(name: str, found: Measurements, nearest: Hardware) -> Hardware:
         description=f"{found.device}, measured by koushi hardware --calibrate",
         aliases=(),
         device_names=(),
-        devices_per_node=found.devices,
+        device=found.kind,
+        # A machine has room for more ranks than cores.
+        devices_per_node=found.devices if found.kind == "gpu" else max(nearest.devices_per_node, found.devices),
         chip=_chip(found, nearest.chip),
         host=replace(nearest.host, launch_us=_round(found.launch_seconds * 1e6)),
         inside=_link(found, nearest.inside),
@@ -150,15 +153,15 @@ def _link(found: Measurements, nearest: Link) -> Link:
     degree = max(one.degree for one in found.calls)
     rings = [one for one in found.calls if one.degree == degree and one.operation != "all_reduce"]
     small, large, per_byte = _protocols([(one.bytes * (degree - 1) / degree, one.seconds) for one in rings])
+    own = replace(nearest, devices=max(nearest.devices, found.devices))
     return replace(
-        nearest,
-        devices=max(nearest.devices, found.devices),
-        gb_s=_round(1e-9 / per_byte),
+        own,
+        gb_s=_round(1e-9 / per_byte / own.share(degree)),
         reached=1.0,
         call_us=_round(small * 1e6),
         hop_us=0.0,
         large_start=_round(large / small) if small else 1.0,
-        reduces=_reduces(found.calls, degree, large, per_byte, nearest.reduces),
+        reduces=not nearest.direct and _reduces(found.calls, degree, large, per_byte, nearest.reduces),
     )
 
 
@@ -213,6 +216,28 @@ def _round(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+def figures_text(found: Measurements, hardware: Hardware) -> str:
+    """The main figures of ``found``, which ``hardware`` was made of, for people."""
+    best = {one.dtype: 0.0 for one in found.matmuls}
+    for one in found.matmuls:
+        best[one.dtype] = max(best[one.dtype], _round(one.rate / 1e12))
+    rates = ", ".join(f"{rate:.3g} TFLOP/s in {dtype}" for dtype, rate in best.items())
+    chip, inside, copied = hardware.chip, hardware.inside, _round(found.copy_bytes_per_second / 1e9)
+    link = f"not measured, since one rank has none; {inside.gb_s:g} GB/s is assumed"
+    if found.calls:
+        degree = max(one.degree for one in found.calls)
+        gb_s = inside.gb_s * inside.share(degree)
+        link = f"{gb_s:.3g} GB/s each way among {degree} ranks, {inside.call_us:.3g} us for a small message"
+    return "\n".join(
+        (
+            f"  matmul  {rates}: the best of {len(found.matmuls)} products",
+            f"  memory  {copied:.3g} GB/s in a large copy; {chip.memory_gib:.3g} GiB a device",
+            f"  kernel  {chip.kernel_us:.3g} us for the smallest, {hardware.host.launch_us:.3g} us to launch one",
+            f"  link    {link}",
+        )
+    )
+
+
 def yaml_text(hardware: Hardware, comments: dict[str, str]) -> str:
     """A hardware file; ``comments`` by dotted key, where a section's goes to all its values."""
     return "\n".join(_lines(hardware, "", comments)) + "\n"
@@ -223,7 +248,6 @@ def _lines(part: Any, prefix: str, comments: dict[str, str]) -> list[str]:
     for field in dataclasses.fields(part):
         key, value = prefix + field.name, getattr(part, field.name)
         note = comments.get(key, comments.get(prefix.rstrip("."), ""))
-        comment = f"  # {note}" if note else ""
         if dataclasses.is_dataclass(value):
             lines.append(f"{indent}{field.name}:")
             lines.extend(_lines(value, key + ".", comments))
@@ -232,15 +256,20 @@ def _lines(part: Any, prefix: str, comments: dict[str, str]) -> list[str]:
         elif isinstance(value, str):
             lines.append(f"{indent}{field.name}: {_quoted(value)}")
         elif isinstance(value, bool):
-            lines.append(f"{indent}{field.name}: {str(value).lower()}{comment}")
+            lines.append(_noted(f"{indent}{field.name}: {str(value).lower()}", note))
         elif isinstance(value, int):
-            lines.append(f"{indent}{field.name}: {value}{comment}")
+            lines.append(_noted(f"{indent}{field.name}: {value}", note))
         elif isinstance(value, float):
-            lines.append(f"{indent}{field.name}: {value:g}{comment}")
+            lines.append(_noted(f"{indent}{field.name}: {value:g}", note))
         else:
             lines.append(f"{indent}{field.name}:")
-            lines.extend(f"{indent}  {dtype}: {peak:g}{comment}" for dtype, peak in value.items())
+            for dtype, peak in value.items():
+                lines.append(_noted(f"{indent}  {dtype}: {peak:g}", comments.get(f"{key}.{dtype}", note)))
     return lines
+
+
+def _noted(line: str, note: str) -> str:
+    return f"{line}  # {note}" if note else line
 
 
 def _quoted(text: str) -> str:

@@ -1,7 +1,8 @@
 """Seconds of a collective by who takes part and how much travels. No torch.
 
 A group is seen as domains x ranks per domain. Ring algorithms pass everything around once: bandwidth is
-that of the narrowest link, latency that of every hop.
+that of the narrowest link, latency that of every hop. Where each two devices have a link of their own, there are
+rings enough to use all links that a group has.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def collective_seconds(hardware: Hardware, operation: Operation, size: float, gr
     inside, network = hardware.inside, hardware.network
     if operation in ("send", "recv"):
         link = inside if group.domains == 1 else network
-        return (link.call_us + link.hop_us) * 1e-6 + size / link.bandwidth
+        return (link.call_us + link.hop_us) * 1e-6 + size / (link.bandwidth * link.share(2))
     degree = group.degree
-    bandwidth = inside.bandwidth if group.ranks > 1 else network.bandwidth
+    bandwidth = inside.bandwidth * inside.share(group.ranks) if group.ranks > 1 else network.bandwidth
     latency = inside.call_us + inside.hop_us * (degree - 1)
     if group.domains > 1:
         # Every step of a ring waits for its slowest hop.

@@ -8,11 +8,11 @@ node.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from koushi.config.source import Branch, Entry, Kind, Place, plain, read
 from koushi.config.spelling import nearest
@@ -21,6 +21,9 @@ from koushi.hardware.ranges import ANY_OF, DTYPES, PEAK, RANGES, Range
 
 DATA = Path(__file__).parent / "data"
 HARDWARE_FILE = Kind("a hardware file", "keys are needed, such as `name: my-device`; the shipped files are examples")
+
+
+Device = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,11 +105,18 @@ class Link:
     devices of a domain take part, less where fewer do, in proportion."""
     reduces: bool
     """Whether the switch adds up what passes through it, so that an all-reduce crosses a link once."""
+    direct: bool = field(default=False, kw_only=True)
+    """Whether there is no switch, but a link between every two devices of a domain, each with an even share of
+    ``gb_s``: a group of 2 has one of them, a group of 4 three."""
 
     @property
     def bandwidth(self) -> float:
         """What large collectives get, in bytes per second and direction."""
         return self.gb_s * self.reached * 1e9
+
+    def share(self, ranks: int) -> float:
+        """Of the bandwidth, what so many devices of a domain can use among themselves."""
+        return (ranks - 1) / (self.devices - 1) if self.direct and 1 < ranks < self.devices else 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +128,8 @@ class Hardware:
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
     device_names: tuple[str, ...]
     """Words that torch's name of the device holds, by which a running job finds its peak."""
+    device: Device = field(default="gpu", kw_only=True)
+    """Whose kernels, allocator and communication library a job on it has: a CPU's with gloo, or a GPU's with NCCL."""
     devices_per_node: int
     chip: Chip
     host: Host
@@ -131,6 +143,11 @@ class Hardware:
     def with_network(self, gb_s: float) -> Hardware:
         """The same devices with another network bandwidth per device and direction."""
         return dataclasses.replace(self, network=dataclasses.replace(self.network, gb_s=gb_s))
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether it is what ships under its name, unchanged."""
+        return self.name in names() and self is _shipped(self.name)
 
 
 ASSUMED = "h100-sxm-80gb"
@@ -165,10 +182,29 @@ def read_file(path: Path) -> Hardware:
     tree = read(path, HARDWARE_FILE)
     problems = [one.problem for one in tree.found]
     hardware = _made(Hardware, tree.branch, "", Place.in_file(path), problems)
+    if isinstance(hardware, Hardware):
+        problems += _of_links(hardware, tree.branch)
     if problems:
         raise ConfigError(problems)
     assert isinstance(hardware, Hardware), "a file without problems describes a whole"
     return hardware
+
+
+def _of_links(hardware: Hardware, branch: Branch) -> Iterator[Problem]:
+    """What cannot be of links without a switch."""
+    for name, link in (("inside", hardware.inside), ("network", hardware.network)):
+        section = branch[name].value
+        if not link.direct or not isinstance(section, dict):
+            continue
+        what, legal = "is true", ""
+        if name == "network":
+            legal = "false is needed: between domains there are always switches"
+        elif link.devices < 2:
+            what, legal = f"is true, but {name}.devices is {link.devices}", "at least 2 are needed for a link between"
+        elif link.reduces:
+            what, legal = f"is true, and {name}.reduces too", "one of the two: only a switch adds up"
+        if legal:
+            yield Problem(section["direct"].place.text, f"{name}.direct", what, legal)
 
 
 @cache
@@ -212,6 +248,9 @@ def _value(hint: Any, entry: Entry, key: str, problems: list[Problem]) -> object
             return _made(hint, value, key + ".", entry.key_place, problems)
     elif hint is bool:
         if isinstance(value, bool):
+            return value
+    elif get_origin(hint) is Literal:
+        if isinstance(value, str) and value in get_args(hint):
             return value
     elif hint is str:
         if isinstance(value, str) and (value or key != "name"):
@@ -266,5 +305,7 @@ def _needed(hint: Any, key: str) -> str:
         return "a section of keys is needed"
     if hint in (int, float):
         return str(_range(key))
+    if get_origin(hint) is Literal:
+        return f"{' or '.join(get_args(hint))} is needed"
     words = {bool: "true or false", str: "a string that is not empty", tuple[str, ...]: "a list of strings"}
     return f"{words.get(hint, 'a section of numbers by dtype')} is needed"

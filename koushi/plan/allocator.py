@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from koushi.plan.operations import Device
+from koushi.hardware.hardware import Device
 from koushi.plan.spans import STREAMS, Span
 from koushi.plan.workload import Workload
 

@@ -10,7 +10,7 @@ from koushi.job import Job
 from koushi.plan.fixes import Advice
 from koushi.plan.layouts import Layout, layout_of, values_of
 from koushi.plan.memory import Memory
-from koushi.plan.plan import ErrorBar, Plan, SubmeshUse, error_bars, is_published
+from koushi.plan.plan import ErrorBar, Plan, SubmeshUse, error_bars
 from koushi.plan.score import Scored
 from koushi.plan.search import SearchResult
 from koushi.plan.text import KINDS
@@ -79,7 +79,7 @@ def _scored(result: SearchResult, found: Iterable[Scored]) -> list[Json]:
 
 def _error(plan: Plan, bar: ErrorBar) -> Json | None:
     """None where no published run stands behind the figures."""
-    return asdict(bar) if is_published(plan.hardware) else None
+    return asdict(bar) if bar.stands_behind(plan.hardware) else None
 
 
 def _memory(plan: Plan) -> Json:

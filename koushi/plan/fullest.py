@@ -14,9 +14,9 @@ from functools import lru_cache
 from operator import add, mul
 from typing import NamedTuple
 
+from koushi.hardware.hardware import Device
 from koushi.plan.communication import exchanges_table, table_shard
 from koushi.plan.lifetimes import Half
-from koushi.plan.operations import Device
 from koushi.plan.pipelined import adds_late, backward, buffer_bytes, forward, gathering_forward, reduction
 from koushi.plan.schedule import order_of_rank
 from koushi.plan.situations import ACTION, COUNTED, Habits, Situation, fullest_situations

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from koushi.hardware.hardware import Hardware
+from koushi.hardware.hardware import Device, Hardware
 from koushi.plan.allocator import fragmentation_bytes, other_peaks_bytes, runtime_bytes
 from koushi.plan.ends import TOKEN
 from koushi.plan.fullest import Alike, alike_stages, pipelined_span
-from koushi.plan.operations import Device, stream_sizes
+from koushi.plan.operations import stream_sizes
 from koushi.plan.sharded import step_span
 from koushi.plan.spans import ACTIVATIONS, GRADIENTS, KINDS, NOTHING, OPTIMIZER, PARAMETERS
 from koushi.plan.stages import Stage
@@ -91,7 +91,7 @@ def every_rank(workload: Workload, hardware: Hardware | None = None) -> tuple[Me
 
 @lru_cache(maxsize=65536)
 def _memory(workload: Workload, pp: int, hardware: Hardware | None) -> Memory:
-    device: Device = "cpu" if hardware is not None and hardware.name == "cpu" else "gpu"
+    device: Device = "gpu" if hardware is None else hardware.device
     stages = alike_stages(workload, pp, device)
     mesh = workload.mesh
     if mesh.degree("pp") > 1:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
 
+from koushi.hardware.hardware import Device
 from koushi.plan.spans import ACTIVATIONS
 from koushi.plan.workload import Transformer, Workload
 from koushi.traffic import DTYPE_BYTES
 
-Device = Literal["cpu", "gpu"]
 """Kernels differ: on a GPU RMSNorm is fused; on a CPU it is made of elementary operations, each of which keeps its
 input."""
 

@@ -32,6 +32,12 @@ class ErrorBar:
     """Of the source with the largest."""
     sources: int
     runs: int
+    hardware: tuple[str, ...]
+    """What those runs ran on."""
+
+    def stands_behind(self, hardware: Hardware) -> bool:
+        """Whether any of those runs ran on such devices: a user's own file is other hardware, whatever its name."""
+        return hardware.is_shipped and hardware.name in self.hardware
 
     def around(self, predicted: float) -> tuple[float, float]:
         """What would be measured with an error of ``p90`` to either side."""
@@ -142,13 +148,11 @@ def is_tight(memory: float, hardware: Hardware) -> bool:
     return memory > TIGHT * hardware.chip.memory_bytes
 
 
-def is_published(hardware: Hardware) -> bool:
-    """Whether published runs on such devices stand behind the figures; none do for a CPU."""
-    return hardware.name != "cpu"
-
-
 @cache
 def error_bars() -> tuple[ErrorBar, ErrorBar]:
     """Of step time and of memory, as ``python -m koushi.accuracy --write`` has measured them."""
     found = json.loads(ACCURACY.read_text(encoding="utf-8"))
-    return ErrorBar(**found["step_time"]), ErrorBar(**found["memory"])
+    step_time, memory = (
+        ErrorBar(**found[name] | {"hardware": tuple(found[name]["hardware"])}) for name in ("step_time", "memory")
+    )
+    return step_time, memory

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from koushi.hardware.hardware import Hardware
+from koushi.hardware.hardware import Device, Hardware
 from koushi.plan.allocator import fragmentation_bytes, runtime_bytes
 from koushi.plan.layouts import Layout, Pipeline, Split, mesh_of
 from koushi.plan.moments import Counts, Family, fewest_in_flight, fewest_layers, share
-from koushi.plan.operations import Device
 from koushi.plan.pipelined import backward, buffer_bytes, forward
 from koushi.plan.stages import Stage, stage_of
 from koushi.plan.units import units_of
@@ -52,7 +51,7 @@ class Room:
     def __init__(self, base: Workload, hardware: Hardware):
         self.base = base
         self.hardware = hardware
-        self.device: Device = "cpu" if hardware.name == "cpu" else "gpu"
+        self.device: Device = hardware.device
         self._kinds: dict[tuple[object, ...], _Kinds] = {}
         self._backwards: dict[tuple[object, ...], _Backwards] = {}
         self._ranks: dict[tuple[Split, Recompute, Pipeline, bool], tuple[tuple[float, float], ...]] = {}

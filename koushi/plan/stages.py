@@ -7,9 +7,10 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import Literal
 
+from koushi.hardware.hardware import Device
 from koushi.plan.ends import EndShape, embedding_operations, logits_bytes, loss_operations, output_operations
 from koushi.plan.lifetimes import Stretch, Weights
-from koushi.plan.operations import BlockShape, Device, Op, block_operations, block_shape, stream_sizes
+from koushi.plan.operations import BlockShape, Op, block_operations, block_shape, stream_sizes
 from koushi.plan.spans import GRADIENTS, LOGITS, UNSHARDED_GRADIENTS
 from koushi.plan.units import StageUnits, stage_units
 from koushi.plan.workload import Recompute, System, Workload

@@ -12,7 +12,7 @@ from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
 from koushi.plan.fixes import MOST_TIMES, Advice, Wider
 from koushi.plan.memory import Memory
-from koushi.plan.plan import ErrorBar, Plan, SubmeshUse, error_bars, is_published, is_tight
+from koushi.plan.plan import ErrorBar, Plan, SubmeshUse, error_bars, is_tight
 from koushi.traffic import Phase
 from koushi.units import bytes_text, count_text, counted, cut_short
 
@@ -68,7 +68,7 @@ def _head(job: Job, plan: Plan, chosen: bool, follows: bool) -> list[str]:
         f"{job.name}: {verdict(plan)}",
         f"model    {job.model_name}, {count_text(parameter_count(job.size))} parameters, "
         f"{workload.parameters} masters, {workload.compute} compute, {workload.reduce} gradient sums",
-        f"devices  {plan.devices:,} x {hardware.name}, {hardware.devices_per_node} per node; {degrees}"
+        f"devices  {plan.devices:,} x {hardware.name}, {_nodes(plan)}; {degrees}"
         f"{'; dp_shard follows --gpus' if follows else ''}",
         f"batch    {workload.global_batch_size} samples of {workload.seq_len:,} tokens, "
         f"{counted(workload.microbatches, 'microbatch')} of {workload.microbatch_size} a rank; "
@@ -79,6 +79,14 @@ def _head(job: Job, plan: Plan, chosen: bool, follows: bool) -> list[str]:
     return lines
 
 
+def _nodes(plan: Plan) -> str:
+    """``8 per node``; that a machine has room for very many ranks on its CPU tells nothing."""
+    hardware = plan.hardware
+    if hardware.device == "cpu" and plan.devices <= hardware.devices_per_node:
+        return "on one machine"
+    return f"{hardware.devices_per_node} per node"
+
+
 def _time(job: Job, plan: Plan) -> list[str]:
     time = plan.time
     seconds = time.seconds
@@ -87,7 +95,7 @@ def _time(job: Job, plan: Plan) -> list[str]:
     tokens = count_text(plan.workload.tokens * steps)
     lines = [
         f"time     {short(seconds)} a step{_seconds_range(plan)}",
-        f"         {_trust(error_bars()[0]) if is_published(plan.hardware) else _no_trust(plan)}",
+        f"         {_trust(plan, error_bars()[0])}",
         f"speed    {count_text(time.tokens_per_second_per_device * plan.devices)} tokens/s, "
         f"{count_text(time.tokens_per_second_per_device)} per device; MFU {_percent(time.mfu)}",
         "         MFU as PaLM counts: 6 FLOPs per parameter but the input embedding's, attention in full, no recompute",
@@ -113,7 +121,7 @@ def _memory(plan: Plan) -> list[str]:
         if size >= 2**20 or size == largest:
             lines.append(_size_line(name, size / scale, f"{'#' * round(_BAR * size / largest)}"))
     device = "with the driver and communicators: what nvidia-smi shows"
-    if plan.hardware.name == "cpu":
+    if plan.hardware.device == "cpu":
         device = "of tensors alone: Python and torch take some more"
     lines += [
         _size_line("active", memory.active / scale, "= the above, tensors in use"),
@@ -121,9 +129,10 @@ def _memory(plan: Plan) -> list[str]:
         _size_line("reserved", memory.reserved / scale, "with what the allocator cannot hand out"),
         _size_line("device", memory.device / scale, device),
     ]
-    if is_published(plan.hardware):
+    bar = error_bars()[1]
+    if bar.stands_behind(plan.hardware):
         low, high = memory_range(plan)
-        lines.append(_size_line("range", low / scale, f"to {_figure(high / scale)}; {_trust(error_bars()[1])}"))
+        lines.append(_size_line("range", low / scale, f"to {_figure(high / scale)}; {_trust(plan, bar)}"))
     if len(plan.memories) > 1:
         lines.append(f"  by stage rank            {_by_coordinate(plan.memories, scale)} {unit}")
     return lines
@@ -145,20 +154,19 @@ def memory_range(plan: Plan) -> tuple[float, float]:
 
 
 def _seconds_range(plan: Plan) -> str:
-    low, high = error_bars()[0].around(plan.time.seconds)
-    return f" ({short(low)} to {short(high)})" if is_published(plan.hardware) else ""
+    bar = error_bars()[0]
+    low, high = bar.around(plan.time.seconds)
+    return f" ({short(low)} to {short(high)})" if bar.stands_behind(plan.hardware) else ""
 
 
-def _trust(bar: ErrorBar) -> str:
+def _trust(plan: Plan, bar: ErrorBar) -> str:
     """How far plans of published runs were from what those measured."""
+    if not bar.stands_behind(plan.hardware):
+        return f"no published run stands behind {plan.hardware.name}"
     return (
         f"published runs: half within {bar.median:.0%}, 9 in 10 within {bar.p90:.0%} as means of "
         f"{bar.sources} sources, {bar.worst_p90:.0%} in the worst"
     )
-
-
-def _no_trust(plan: Plan) -> str:
-    return f"no published run stands behind {plan.hardware.name}"
 
 
 def _by_coordinate(memories: Sequence[Memory], scale: float) -> str:

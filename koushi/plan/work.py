@@ -180,7 +180,7 @@ def _attention(hardware: Hardware, key: Workload, backward: bool) -> Work:
     passes = 2.5 if backward else 1.0
     ideal = 2.0 * passes * batch * heads * length * (length // cp) * model.head_dim / chip.peak(dtype)
     grouped = model.n_kv_heads < model.n_heads and heads > 1
-    if key.system.flash_attention and (hardware.name == "cpu" or has_fused_attention(dtype, grouped)):
+    if key.system.flash_attention and (hardware.device == "cpu" or has_fused_attention(dtype, grouped)):
         kernel = key.system.attention_kernel
         seconds = attention_seconds(chip, batch, heads, length // cp, length, model.head_dim, dtype, backward, kernel)
         return Work(ideal=ideal, attention=seconds - ideal)

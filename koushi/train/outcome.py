@@ -45,6 +45,7 @@ def predicted(job: Job, hardware: Hardware, crowding: float = 1.0) -> dict[str, 
     found = plan(of_job(job), hardware)
     return {
         "hardware": hardware.name,
+        "device": hardware.device,
         "step_seconds": found.time.seconds * crowding,
         "memory_bytes": found.memory.reserved,
         "active_bytes": found.memory.active,

@@ -109,7 +109,7 @@ def test_the_document_shows_what_the_command_prints(held: Held) -> None:
 
 
 def test_the_error_bars_of_the_plan_are_these(held: Held) -> None:
-    assert json.loads(ACCURACY.read_text(encoding="utf-8")) == error_bars(held.scores)
+    assert json.loads(ACCURACY.read_text(encoding="utf-8")) == error_bars(held.scores, held.ran)
 
 
 def test_error_bars_tell_of_the_worst_source() -> None:
@@ -118,9 +118,9 @@ def test_error_bars_tell_of_the_worst_source() -> None:
 
     scores = [source("one run", 0.02, 1), source("many", 0.2, 99), source("some", 0.08, 10)]
     alone = SourceScore("memory alone", None, Errors(4, 0.1, 0.3, 0.0), (), None, None)
-    assert error_bars([*scores, alone]) == {
-        "step_time": {"median": 0.05, "p90": 0.1, "worst_p90": 0.2, "sources": 3, "runs": 110},
-        "memory": {"median": 0.1, "p90": 0.3, "worst_p90": 0.3, "sources": 1, "runs": 4},
+    assert error_bars([*scores, alone], []) == {
+        "step_time": {"median": 0.05, "p90": 0.1, "worst_p90": 0.2, "sources": 3, "runs": 110, "hardware": []},
+        "memory": {"median": 0.1, "p90": 0.3, "worst_p90": 0.3, "sources": 1, "runs": 4, "hardware": []},
     }
 
 

@@ -25,20 +25,32 @@ SMALL = Sizes(
 def test_a_machine_is_measured_and_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
     monkeypatch.setattr(command, "ON_CPU", SMALL)
     path = tmp_path / "mine.yaml"
-    made = calibrate(path, "cpu", processes, None)
+    made, said = calibrate(path, "cpu", processes, None)
     assert (made.name, load(str(path)).name) == ("mine", "mine")
+    assert (made.device, load(str(path)).device) == ("cpu", "cpu")
+    assert made.devices_per_node == made.inside.devices == 1024, "any number of ranks, as of the shipped CPU"
     like, chip = load("cpu"), made.chip
     assert set(chip.peak_tflops) == set(like.chip.peak_tflops)
     assert 1e6 < chip.peak("float32") < 1e14
     assert 0 < chip.sustained <= chip.burst < 1
     assert chip.memory_bandwidth > 1e7
     assert 0 < made.host.launch_us < 1e5
+    best = (f"{chip.peak(dtype) / 1e12:.3g} TFLOP/s in {dtype}" for dtype in ("float32", "bfloat16"))
+    assert said.splitlines()[:2] == [
+        f"{path}: CPU, measured by koushi hardware --calibrate",
+        f"  matmul  {', '.join(best)}: the best of 4 products",
+    ]
+    assert f"  memory  {chip.memory_gb_s:.3g} GB/s in a large copy; {chip.memory_gib:.3g} GiB a device" in said
     text = path.read_text(encoding="utf-8")
+    assert f"bfloat16: {chip.peak_tflops['bfloat16']:g}  # measured: the best rate\n" in text
+    assert f"float64: {like.chip.peak_tflops['float64']:g}  # not measured: that of cpu\n" in text
     assert f"gb_s: {made.network.gb_s:g}  # not measured: that of cpu" in text
     if processes == 1:
         assert made.inside.gb_s == like.inside.gb_s
+        assert f"  link    not measured, since one rank has none; {like.inside.gb_s:g} GB/s is assumed" in said
     else:
         assert f"gb_s: {made.inside.gb_s:g}  # measured among 2 ranks" in text
+        assert f"  link    {made.inside.gb_s:.3g} GB/s each way among 2 ranks, {made.inside.call_us:.3g} us for" in said
         assert made.inside.gb_s != like.inside.gb_s
 
 

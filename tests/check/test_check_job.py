@@ -266,3 +266,33 @@ def test_what_is_wrong_anywhere_is_refused_from_afar_too(text: str, tmp_path: Pa
     with pytest.raises(ConfigError) as afar:
         check_afar(load(path))
     assert afar.value.problems == near.value.problems
+
+
+OVERRIDES = (
+    "run.hardware=here/mine.yaml",
+    "model.hf=here",
+    "data.path=here/*.txt",
+    "data.tokenizer=here/tokenizer.json",
+)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_override_with_a_path_of_the_current_folder_is_told_how_paths_are_taken(
+    problems: Problems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    folder = tmp_path / "work" / "here"
+    folder.mkdir(parents=True)
+    for name in ("mine.yaml", "tokenizer.json", "text.txt"):
+        (folder / name).write_text("{}", encoding="utf-8")
+    key, _, value = override.partition("=")
+    text = "data: {source: text, path: none}\n" if key.startswith("data") else "training: {seed: 1}\n"
+
+    def told(*overrides: str) -> list[str]:
+        return [one.legal.rpartition("; ")[2] for one in problems(text, *overrides) if one.key == key]
+
+    rule = "paths start from the run file's folder"
+    monkeypatch.chdir(tmp_path / "work")
+    assert told(override) == [f"{rule}, from which that in the current folder is work/{value}"]
+    assert rule not in "".join(told(f"{key}=none/{value}")), "nothing is there in the current folder either"
+    monkeypatch.chdir(tmp_path)
+    assert rule not in "".join(told(override)), "the current folder is the run file's"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from koushi.hardware.calibrated import Attention, Call, Matmul, Measurements, calibrated, yaml_text
+from koushi.hardware.calibrated import Attention, Call, Matmul, Measurements, calibrated, figures_text, yaml_text
 from koushi.hardware.collective import Span, collective_seconds
 from koushi.hardware.hardware import Hardware, load, names, read_file
 from koushi.hardware.matmul import attention_seconds, matmul_seconds
@@ -15,11 +15,12 @@ from koushi.hardware.matmul import attention_seconds, matmul_seconds
 SHAPES = ((2048, 4096, 4096), (4096, 4096, 8192), (8192, 8192, 8192), (16384, 8192, 8192))
 
 
-def measured(true: Hardware) -> Measurements:
-    """What a machine that is exactly ``true`` would show."""
+def measured(true: Hardware, degree: int = 8) -> Measurements:
+    """What a machine that is exactly ``true`` would show, with collectives among so many of its 8 devices."""
     chip = true.chip
     return Measurements(
         device="A device of ours",
+        kind=true.device,
         devices=8,
         memory_bytes=int(chip.memory_bytes),
         matmuls=tuple(
@@ -42,7 +43,7 @@ def measured(true: Hardware) -> Measurements:
         kernel_seconds=chip.kernel_us * 1e-6,
         launch_seconds=true.host.launch_us * 1e-6,
         calls=tuple(
-            Call(operation, size, 8, collective_seconds(true, operation, size, Span(1, 8)))
+            Call(operation, size, degree, collective_seconds(true, operation, size, Span(1, degree)))
             for operation in ("all_gather", "reduce_scatter", "all_reduce")
             for size in (1 << 12, 1 << 20, 1 << 24, 1 << 28)
         ),
@@ -74,6 +75,19 @@ def test_measurements_are_met(name: str, start: float) -> None:
     for call in found.calls:
         seconds = collective_seconds(made, call.operation, call.bytes, Span(1, 8))
         assert seconds == pytest.approx(call.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_some_of_a_devices_direct_links_tell_of_all(degree: int) -> None:
+    true = load("mi300x")
+    found = measured(true, degree)
+    made = calibrated("ours", found, true)
+    used = made.inside.gb_s * (degree - 1) / 7
+    assert f"  link    {used:.3g} GB/s each way among {degree} ranks, " in figures_text(found, made)
+    assert made.inside.direct and not made.inside.reduces
+    for group in (Span(1, 2), Span(1, 4), Span(1, 8)):
+        seconds, expected = (collective_seconds(one, "all_gather", 1 << 30, group) for one in (made, true))
+        assert seconds == pytest.approx(expected, rel=0.03)
 
 
 def test_a_processor_without_units_has_its_best_rate_for_a_peak() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,41 @@ def test_what_is_wrong_with_a_users_file_is_told_at_once_with_lines(tmp_path: Pa
     assert problems["chip.units"].where.startswith(f"{path}:{line}:")
     assert problems["inside.hops_us"].legal == "did you mean hop_us?"
     assert problems["inside.hop_us"].what == "is missing"
+
+
+@pytest.mark.parametrize("value", ["tpu", "1", "[cpu]", "CPU"])
+def test_a_device_is_of_a_known_kind(tmp_path: Path, value: str) -> None:
+    text = (DATA / "cpu.yaml").read_text(encoding="utf-8").replace("device: cpu", f"device: {value}")
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"mine\.yaml:5:9: device: is .*; cpu or gpu is needed"):
+        read_file(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "told"),
+    [
+        ("inside", {"devices": 1}, "inside.direct: is true, but inside.devices is 1; at least 2 are needed"),
+        ("inside", {"reduces": "true"}, "inside.direct: is true, and inside.reduces too; one of the two"),
+        ("network", {}, "network.direct: is true; false is needed"),
+    ],
+)
+def test_links_without_a_switch_are_between_the_devices_of_a_node(
+    tmp_path: Path, section: str, changes: dict[str, object], told: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    before, name, after = (DATA / "h200.yaml").read_text(encoding="utf-8").partition(f"{section}:\n")
+    for key, value in {"reduces": "false", **changes}.items():
+        after = re.sub(rf"  {key}: .*", f"  {key}: {value}", after, count=1)
+    path.write_text(f"{before}{name}  direct: true\n{after}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"mine\.yaml:\d+:11: {re.escape(told)}"):
+        read_file(path)
+    path.write_text(path.read_text(encoding="utf-8").replace("direct: true", "direct: false"), encoding="utf-8")
+    assert read_file(path).name == "h200"
+
+
+def test_what_says_nothing_of_its_kind_is_a_gpu() -> None:
+    assert {name for name in names() if load(name).device == "cpu"} == {"cpu"}
+    assert load("h100").is_shipped and not load("h100").with_network(50.0).is_shipped
 
 
 def test_a_users_file_may_leave_out_what_has_a_default(tmp_path: Path) -> None:

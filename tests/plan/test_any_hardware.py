@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from koushi.check.check import check
 from koushi.config.load import load
 from koushi.hardware.calibrated import yaml_text
-from koushi.hardware.hardware import Hardware, read_file
+from koushi.hardware.hardware import Device, Hardware, read_file
 from koushi.hardware.hardware import load as load_hardware
 from koushi.hardware.ranges import ANY_OF, DTYPES, PEAK, RANGES, Range
 from koushi.plan.plan import plan
@@ -44,13 +44,19 @@ def hardware(draw: st.DrawFn) -> Hardware:
             elif field.name == "peak_tflops":
                 names = draw(st.sets(st.sampled_from(DTYPES))) | {draw(st.sampled_from(ANY_OF))}
                 found[field.name] = {name: draw(amounts(PEAK)) for name in sorted(names)}
+            elif field.name == "device":
+                found[field.name] = draw(st.sampled_from(get_args(Device)))
             elif isinstance(value, bool):
                 found[field.name] = draw(st.booleans())
         return dataclasses.replace(part, **found)
 
     made = drawn(load_hardware("h200"))
     assert isinstance(made, Hardware)
-    return made
+    inside = made.inside
+    direct = inside.direct and inside.devices > 1 and not inside.reduces  # else the file is refused
+    return dataclasses.replace(
+        made, inside=dataclasses.replace(inside, direct=direct), network=dataclasses.replace(made.network, direct=False)
+    )
 
 
 @pytest.fixture(scope="module")

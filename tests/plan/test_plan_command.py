@@ -13,6 +13,7 @@ import pytest
 from koushi.check.check import check
 from koushi.cli import main
 from koushi.config.load import load
+from koushi.plan.allocator import runtime_bytes
 from koushi.plan.command import hardware_of
 from koushi.plan.plan import Plan, error_bars, plan
 from koushi.plan.text import KINDS, device_time, memory_range, short
@@ -154,6 +155,7 @@ def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     arguments = [str(ROOT / "examples" / "debug.yaml"), "--hardware", "cpu"]
     assert run(*arguments) == 0
     out = capsys.readouterr().out
+    assert re.search(r"^devices  \d+ x cpu, on one machine; \[", out, re.M)
     assert "no published run stands behind cpu" in out
     assert "9 in 10" not in out
     assert "  range" not in out
@@ -162,6 +164,48 @@ def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(*arguments, "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["step"]["error"], data["memory"]["error"]) == (None, None)
+
+
+@pytest.mark.parametrize("text", ["device: cpu\n", "device: gpu\n", ""])
+def test_a_hardware_file_says_what_kind_of_device_it_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    shipped = (ROOT / "koushi" / "hardware" / "data" / "cpu.yaml").read_text(encoding="utf-8")
+    own = shipped.replace("name: cpu\n", "name: mine\n").replace("device: cpu\n", text)
+    (tmp_path / "mine.yaml").write_text(own, encoding="utf-8")
+    arguments = [str(ROOT / "examples" / "debug.yaml"), "--json"]
+    found = []
+    for hardware in ("cpu", str(tmp_path / "mine.yaml")):
+        assert run(*arguments, "--hardware", hardware) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    same = text == "device: cpu\n"
+    assert (found[0] == found[1] | {"hardware": "cpu"}) is same
+    rank = found[1]["memory"]["by_pp"][0]
+    assert rank["device"] - rank["reserved"] == (
+        0 if same else runtime_bytes(of_job(check(load(Path(arguments[0])))), "gpu")
+    )
+
+
+@pytest.mark.parametrize(("hardware", "published"), [("gb200", (True, False)), ("h200", (False, False))])
+def test_an_error_bar_is_of_runs_on_such_devices(
+    small: str, capsys: pytest.CaptureFixture[str], hardware: str, published: tuple[bool, bool]
+) -> None:
+    assert run(small, "--hardware", hardware) == 0
+    out = capsys.readouterr().out
+    assert ("a step (" in out, "  range " in out) == published
+    assert (f"no published run stands behind {hardware}" in out) is not published[0]
+    assert run(small, "--hardware", hardware, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["step"]["error"] is not None, data["memory"]["error"] is not None) == published
+
+
+def test_a_file_of_ones_own_is_other_hardware_than_what_ships_under_its_name(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = (ROOT / "koushi" / "hardware" / "data" / "h100-sxm-80gb.yaml").read_text(encoding="utf-8")
+    (tmp_path / "h100.yaml").write_text(shipped, encoding="utf-8")
+    assert run(small, "--hardware", str(tmp_path / "h100.yaml")) == 0
+    assert "published runs:" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def _ranks(line: Line) -> Row:
 def _predicted(line: Line) -> Row:
     return {
         "hardware": line.text_of("hardware"),
+        "device": line.text_of("device" if "device" in line else "hardware"),  # earlier runs named no CPU but ``cpu``
         "step_seconds": line.number_of("step_seconds"),
         "memory_bytes": line.number_of("memory_bytes"),
         "bytes": line.bytes_of("bytes"),

@@ -129,7 +129,7 @@ def _against(run: Measured) -> str:
     )
     hardware = escape(str(run.predicted["hardware"]))
     note = said("Predicted for ", "予測の対象: ") + hardware
-    if run.predicted["hardware"] == "cpu":
+    if run.predicted["device"] == "cpu":
         note += said(
             ". On a CPU, predicted memory is that of tensors; measured is what the process grew by, with Python's and "
             "gloo's own. Other work on the machine makes steps longer.",
