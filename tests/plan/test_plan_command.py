@@ -166,10 +166,18 @@ def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("hours", "said"),
-    [(0.5, "30.0 device-minutes"), (4.64, "4.64"), (5.41, "5.41"), (9.996, "10.0"), (14.26, "14.3"), (537.2, "537")],
+    [
+        (2.4 / 3600, "2.4 device-seconds"),
+        (0.5, "30.0 device-minutes"),
+        (4.64, "4.64"),
+        (5.41, "5.41"),
+        (9.996, "10.0"),
+        (14.26, "14.3"),
+        (537.2, "537"),
+    ],
 )
 def test_device_hours_have_three_figures(hours: float, said: str) -> None:
-    assert device_time(hours) == (said if "minutes" in said else f"{said} device-hours")
+    assert device_time(hours) == (said if "device" in said else f"{said} device-hours")
 
 
 def test_reserved_memory_is_accounted_for(small: str, capsys: pytest.CaptureFixture[str]) -> None:
