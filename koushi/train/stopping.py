@@ -44,7 +44,7 @@ class StopRequest:
 
     ``begin_step`` asks the others while the step computes, ``agreed`` has their answer at its end; where steps are long
     it asks again, so that no other step follows. ``group`` is used for nothing else. A process that is still there
-    ``grace`` seconds after its signal ends at once, and then says what ``too_late`` returns, if that is anything.
+    ``grace`` seconds after its signal ends, having said what ``too_late`` returns, if that is anything.
     """
 
     def __init__(self, group: dist.ProcessGroup, grace: float, too_late: Callable[[], str]):
