@@ -51,13 +51,13 @@ def check(world: int | None, arguments: tuple[str, ...]) -> None:
       koushi check examples/debug.yaml --tp 4 training.steps=10
       koushi check examples/llama_128.yaml --gpus 64
     """
-    from koushi.check.check import check as checked
+    from koushi.check.check import check_here
     from koushi.check.summary import summary
     from koushi.config.load import load
 
     run_path, overrides = split(arguments)
     run_file = load(run_path, overrides)
-    click.echo(summary(checked(run_file, world), run_file.follows))
+    click.echo(summary(check_here(run_file, world), run_file.follows))
 
 
 @commands.command(cls=RunFileCommand)
@@ -115,7 +115,7 @@ def verify(steps: int, precision: Literal["float32", "float64"], arguments: tupl
     from koushi.check.early import check_early
 
     run_path, overrides = split(arguments)
-    check_early(run_path, overrides, launched=False)
+    check_early(run_path, overrides, launched=False, afar=True)
     with importing():
         from koushi.verify.command import verify as run
 

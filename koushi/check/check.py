@@ -38,6 +38,18 @@ def check(run_file: RunFile, world_size: int | None = None, world: str = "") -> 
     return _job(facts)
 
 
+def check_here(run_file: RunFile, world_size: int | None = None) -> Job:
+    """As ``check``, for a look at what the run lacks here: its errors name commands that go on without it."""
+    facts = _facts(run_file, world_size, "")
+    raise_if_any([*run_file.found, *(_placed(run_file, _named_elsewhere(one)) for one in _findings(facts))])
+    return _job(facts)
+
+
+def _named_elsewhere(finding: Finding) -> Finding:
+    others = "koushi plan and koushi verify go on without it"
+    return replace(finding, legal=f"{finding.legal}; {others}") if finding.elsewhere else finding
+
+
 def check_afar(run_file: RunFile, world_size: int | None = None, world: str = "") -> tuple[Job, tuple[str, ...]]:
     """As ``check`` for a command that reads neither data nor tokenizer: what may be missing only on this machine is no
     problem, but a note."""

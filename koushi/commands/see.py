@@ -96,7 +96,7 @@ def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str,
       koushi config --schema
       koushi config --schema optimizer training.seq_len
     """
-    from koushi.check.check import check
+    from koushi.check.check import check_afar
     from koushi.check.explain import sources
     from koushi.config.describe import schema_text
     from koushi.config.load import load
@@ -107,7 +107,9 @@ def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str,
         return
     run_path, overrides = split(arguments)
     run_file = load(run_path, overrides)
-    job = check(run_file, world)
+    job, notes = check_afar(run_file, world)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
     show(resolved_text(job.config, sources(run_file, job) if explain else None), newline=False)
 
 

@@ -69,6 +69,9 @@ def _from_elsewhere(source: Path, target: Path, values: Mapping[str, object]) ->
     return found
 
 
+_COMMENT = re.compile(r"([ \t]*)#[^\n]*(\n|$)")
+
+
 class _ByHand(Exception):
     """A value that stands in a way that cannot be changed without touching what is around it."""
 
@@ -182,9 +185,17 @@ def _inserted(text: str, section: MappingNode, name: str, value: object) -> str:
     if end == -1:
         end = len(text)
     elif not at_the_top:
-        end += 1
+        end = _after_comments(text, end + 1, column)
     before = text[:end] if not text[:end] or text[:end].endswith("\n") else text[:end] + newline
     return before + (newline if at_the_top else "") + block + text[end:]
+
+
+def _after_comments(text: str, end: int, column: int) -> int:
+    """Where the lines end, from ``end`` on, of nothing but a comment further right than ``column``: they go on with
+    what is said of the line before. In a section's own column stands what is about the key that follows."""
+    while (line := _COMMENT.match(text, end)) and len(line[1]) > column:
+        end = line.end()
+    return end
 
 
 def _end(node: Node) -> int:

@@ -308,7 +308,9 @@ def _lasting(seconds: float) -> str:
 
 
 def device_time(hours: float) -> str:
-    """Three figures: ``4.64 device-hours``, ``33.24M device-hours``."""
+    """Three figures: ``4.64 device-hours``, ``33.24M device-hours``; below an hour in the units of ``_lasting``."""
+    if hours * 60 < 1:
+        return f"{hours * 3600:.1f} device-seconds"
     if hours < 1:
         return f"{hours * 60:.1f} device-minutes"
     digits = 2 if hours < 9.995 else 1

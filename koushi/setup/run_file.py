@@ -199,14 +199,16 @@ def _batch(mesh: MeshSpec, samples: int, microbatch: int) -> Values:
 
 def _header(path: Path, model: str, mesh: MeshSpec) -> Iterator[str]:
     name = shlex.quote(str(path)) if str(path).isprintable() else "RUN.yaml"
-    yield f"# {model} on {counted(mesh.world_size, 'device')}, as koushi init wrote it. Change what you like."
+    devices = counted(mesh.world_size, "device")
+    yield f"# {model}, as koushi init wrote it for {devices}. Change what you like."
     yield "#"
+    start, starts = _start(name, mesh)
     commands = {
         f"koushi check {name}": "what this describes, or every mistake in it at once",
         f"koushi plan {name}": "what it costs, and whether it fits the hardware you name",
         f"koushi plan {name} --search": "every other layout of as many devices, ranked",
         f"koushi mesh {name}": "the lattice of devices",
-        _start(name, mesh): "trains it, one process per device",
+        start: starts,
         "koushi config --schema": "every key, also those that are not here",
     }
     width = max(len(command) for command in commands)
@@ -218,12 +220,12 @@ def _header(path: Path, model: str, mesh: MeshSpec) -> Iterator[str]:
         yield "# The embedded text only shows that everything works; for yours set data.source, path and tokenizer."
 
 
-def _start(name: str, mesh: MeshSpec) -> str:
-    """The command that starts the run: on this machine, or the script for several."""
+def _start(name: str, mesh: MeshSpec) -> tuple[str, str]:
+    """The command that starts the run, with what it does: on this machine, or the script for several."""
     nodes, left = divmod(mesh.world_size, NODE)
     if nodes > 1 and left == 0:
-        return f"koushi launch {name} --nodes {nodes} --backend slurm"
-    return f"koushi train {name}"
+        return f"koushi launch {name} --nodes {nodes} --backend slurm", f"a script that trains it on {nodes} nodes"
+    return f"koushi train {name}", "trains it, one process per device"
 
 
 def _key_lines(key: Key, value: object) -> Iterator[str]:
@@ -275,7 +277,7 @@ def _made_to_fit(path: Path) -> Written:
 def _next_steps(path: Path, job: Job, found: Plan, outlook: str) -> str:
     each = bytes_text(state_bytes(job) / job.mesh.world_size)
     name = shlex.quote(str(path))
-    steps = f"koushi check {name}, koushi plan {name} --search, koushi mesh {name}, {_start(name, job.mesh)}"
+    steps = f"koushi check {name}, koushi plan {name} --search, koushi mesh {name}, {_start(name, job.mesh)[0]}"
     if not found.fits:
         steps = f"more or larger devices, here or in a new file, for koushi plan {name} to say whether it fits"
     return (

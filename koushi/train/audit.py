@@ -30,6 +30,8 @@ def outcome(job: Job, ledger: Ledger, device: torch.device) -> str:
     totals = torch.tensor([ran.total(), volume, int(bool(found))], device=device)
     dist.all_reduce(totals)
     calls, volume, differing = totals.tolist()
+    if not (calls or differing):
+        return "audit: nothing to audit: no collective was planned, and none ran"
     if not differing:
         return f"audit: {counted(calls, 'collective')}, {bytes_text(volume)} as predicted"
     first = torch.tensor(ledger.rank if found else job.mesh.world_size, device=device)

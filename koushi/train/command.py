@@ -89,8 +89,8 @@ def started_world(run_file: RunFile) -> int | None:
 def headline(job: Job) -> str:
     dims = ", ".join(f"{name}={degree}" for name, degree in zip(job.mesh.names, job.mesh.shape, strict=True))
     training = job.config.training
+    processes, microbatches = counted(job.mesh.world_size, "process"), counted(job.microbatches, "microbatch")
     return (
-        f"{job.model_name}, {count_text(parameter_count(job.size))} parameters, on {job.mesh.world_size} "
-        f"processes [{dims}]; {training.global_batch_size} x {training.seq_len} tokens a step, "
-        f"{counted(job.microbatches, 'microbatch')} a rank"
+        f"{job.model_name}, {count_text(parameter_count(job.size))} parameters, on {processes} [{dims}]; "
+        f"{training.global_batch_size} x {training.seq_len} tokens a step, {microbatches} a rank"
     )

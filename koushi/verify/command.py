@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import click
 from rich.console import Console
 from rich.table import Table
 
-from koushi.check.check import check
+from koushi.check.check import check_afar
 from koushi.config.load import load
 from koushi.config.schema import MasterDtype
 from koushi.errors import VerifyError
@@ -37,7 +38,10 @@ def verify(path: Path, overrides: Sequence[str] = (), steps: int = 3, precision:
 
     Raises VerifyError above tolerance.
     """
-    job, notes = scale_down(check(load(path, overrides)), precision)
+    job, missing = check_afar(load(path, overrides))
+    for note in missing:
+        click.echo(f"note: {note}", err=True)
+    job, notes = scale_down(job, precision)
     job, updates = with_updates(job, steps)
     notes += updates
     console = PlainConsole()

@@ -206,3 +206,18 @@ def test_relative_paths_lead_to_the_same_from_another_folder(tmp_path: Path) -> 
     assert target.read_text(encoding="utf-8") == (
         "run: {hardware: ../mine.yaml}\ndata: {path: ../x/*.txt, tokenizer: embedded}\nmodel: {hf: /a}\n"
     )
+
+
+@pytest.mark.parametrize("column", [28, 4])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_comment_of_several_lines_stays_whole(column: int, newline: str) -> None:
+    """Behind the last key of a section, which a new one follows."""
+    more = f"{'':<{column}}# the second line of it"
+    lines = ["model:", "  rope_scaling:", f"    {'factor: 8.0':<24}# one line,", more, "  # hf: models/mine"]
+    lines += ["parallelism:", f"  {'world_size: 64':<26}# one line,", more, more]
+    for ending in ([], ["", "# About the rate.", "optimizer: {}"]):
+        text = newline.join([*lines, *ending]) + (newline if ending else "")
+        after = edited(text, {"parallelism.tensor_parallel_degree": 2, "model.dim": 64})
+        inner = ["  dim: 64"]
+        rest = ["  tensor_parallel_degree: 2"]
+        assert after.splitlines() == [*lines[:4], *inner, *lines[4:], *rest, *ending]

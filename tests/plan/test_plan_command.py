@@ -151,6 +151,26 @@ def test_ranges_are_those_of_published_runs(small: str, capsys: pytest.CaptureFi
     assert re.search(rf"  range +{low / 2**30:.1f}  to {high / 2**30:.1f}; published runs", out)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("checkpoint.every=10", "run.grace=1e-3"), True),
+        (("checkpoint.every=10",), False),
+        (("checkpoint.every=0", "run.grace=1e-3"), False),
+    ],
+)
+def test_a_step_that_sigterm_leaves_no_time_for_is_a_note(
+    overrides: tuple[str, ...], told: bool, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(small, *overrides) == 0
+    out, err = capsys.readouterr()
+    (step,) = re.findall(r"^time +(\S+ \S+) a step", out, re.MULTILINE)
+    note = (
+        f"note: a step takes {step}, and SIGTERM leaves a run 0.001 s to finish its step and save (run.grace): set it "
+    )
+    assert err.startswith(note) if told else err == ""
+
+
 def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(ROOT / "examples" / "debug.yaml"), "--hardware", "cpu"]
     assert run(*arguments) == 0
@@ -210,10 +230,18 @@ def test_a_file_of_ones_own_is_other_hardware_than_what_ships_under_its_name(
 
 @pytest.mark.parametrize(
     ("hours", "said"),
-    [(0.5, "30.0 device-minutes"), (4.64, "4.64"), (5.41, "5.41"), (9.996, "10.0"), (14.26, "14.3"), (537.2, "537")],
+    [
+        (2.4 / 3600, "2.4 device-seconds"),
+        (0.5, "30.0 device-minutes"),
+        (4.64, "4.64"),
+        (5.41, "5.41"),
+        (9.996, "10.0"),
+        (14.26, "14.3"),
+        (537.2, "537"),
+    ],
 )
 def test_device_hours_have_three_figures(hours: float, said: str) -> None:
-    assert device_time(hours) == (said if "minutes" in said else f"{said} device-hours")
+    assert device_time(hours) == (said if "device" in said else f"{said} device-hours")
 
 
 def test_reserved_memory_is_accounted_for(small: str, capsys: pytest.CaptureFixture[str]) -> None:

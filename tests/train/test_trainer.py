@@ -30,6 +30,7 @@ from koushi.train import command
 from koushi.train.command import headline, started_world, train
 from koushi.train.metrics import StepMetrics
 from koushi.train.resume import run_place
+from koushi.units import counted
 
 VALIDATING = ("validation.every=2", "validation.batches=2")
 SHARDED, REPLICATED, CUT, PIPELINED = ("--dp-shard", "2"), ("--dp-replicate", "2"), ("--tp", "2"), ("--pp", "2")
@@ -91,7 +92,7 @@ def test_a_run_writes_its_metrics_and_its_config(layout: tuple[str, ...], ran: C
         given.mesh,
         given.stages,
     )
-    assert f"on {world} processes" in one.output.splitlines()[0]
+    assert f"on {counted(world, 'process')} [" in one.output.splitlines()[0]
     assert len([line for line in one.output.splitlines() if line.startswith("step ")]) == 3
     assert one.output.splitlines()[-1] == "done; wrote runs/tiny/metrics.jsonl and runs/tiny/config.yaml"
 
