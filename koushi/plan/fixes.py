@@ -15,6 +15,7 @@ from koushi.plan.layouts import (
     Layout,
     Pipeline,
     Question,
+    beside,
     divisors,
     is_legal,
     layout_of,
@@ -207,20 +208,20 @@ def neighbours(question: Question, layout: Layout) -> Iterator[Layout]:
     for recompute in MODES:
         yield layout._replace(recompute=recompute)
     samples = question.global_batch_size // (layout.dp_replicate * layout.dp_shard)
-    for size in dict.fromkeys((*_beside(divisors(samples), layout.microbatch_size), 1)):
+    for size in dict.fromkeys((*beside(divisors(samples), layout.microbatch_size), 1)):
         yield layout._replace(microbatch_size=size)
     yield layout._replace(reshard_after_forward=not layout.reshard_after_forward)
     data_parallel = layout.dp_replicate * layout.dp_shard
-    for shard in {*_beside(divisors(data_parallel), layout.dp_shard), data_parallel}:
+    for shard in {*beside(divisors(data_parallel), layout.dp_shard), data_parallel}:
         yield layout._replace(dp_shard=shard, dp_replicate=data_parallel // shard)
-    for tp in _beside(tensor_degrees(question), layout.tp):
+    for tp in beside(tensor_degrees(question), layout.tp):
         yield from _with_shards(layout._replace(tp=tp), question)
     yield from _pipelines(question, layout)
 
 
 def _pipelines(question: Question, layout: Layout) -> Iterator[Layout]:
     pipeline = layout.pipeline
-    for pp in _beside(divisors(question.devices // layout.tp), layout.pp):
+    for pp in beside(divisors(question.devices // layout.tp), layout.pp):
         reshard = pp == 1 and layout.reshard_after_forward
         for schedule, needs in SCHEDULES.items():
             same = pipeline.pp > 1 and schedule == pipeline.schedule
@@ -242,13 +243,6 @@ def _with_shards(layout: Layout, question: Question) -> Iterator[Layout]:
     shard, left = divmod(question.devices, layout.tp * layout.pp * layout.dp_replicate)
     if left == 0:
         yield layout._replace(dp_shard=shard)
-
-
-def _beside(choices: tuple[int, ...], value: int) -> tuple[int, ...]:
-    """The nearest choices below and above."""
-    below = [one for one in choices if one < value]
-    above = [one for one in choices if one > value]
-    return (*below[-1:], *above[:1])
 
 
 def changed(workload: Workload, after: Layout) -> dict[str, object]:

@@ -293,6 +293,24 @@ def test_a_search_needs_a_legal_run_but_not_a_legal_layout(small: str, capsys: p
     assert run(small, "--search", "training.seq_len=0") == 2
 
 
+def test_a_search_tells_batches_that_leave_out_fewer_layouts(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small, "--search", "--gpus", "6") == 0
+    out = capsys.readouterr().out
+    batch = "training.global_batch_size 32"
+    assert (
+        f"left out: 3 of 5 pairs of tp and pp, whose data-parallel ranks do not divide {batch}; with 30 or 36 none"
+        in out
+    )
+    own = "parallelism.data_parallel_shard_degree: 32 samples do not divide over 6 data-parallel ranks"
+    assert f"\nthe run file's own layout is not legal: {own}" in out
+    assert run(small, "--search", "--gpus", "6", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["global_batch_sizes_that_leave_out_fewer"] == [30, 36]
+    assert run(small, "--search") == 0
+    out = capsys.readouterr().out
+    assert "left out" not in out
+    assert "\nthe run file's own layout: " in out
+
+
 def test_no_torch_is_imported(small: str) -> None:
     script = (
         "import sys\nfrom koushi.cli import main\n"
@@ -336,7 +354,8 @@ def test_the_json_keeps_its_names(small: str, capsys: pytest.CaptureFixture[str]
     assert list(data["advice"]) == ["changes", "devices_that_fit", "dp_shard_that_fits", "layout_that_fits"]
     assert run(small, "--search", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["version", "legal", "simulated", "chosen", "best", "front", "too_large"]
+    more = "global_batch_sizes_that_leave_out_fewer"
+    assert list(found) == ["version", "legal", "simulated", "chosen", "best", "front", "too_large", more]
     assert list(found["best"][0]) == ["layout", "seconds", "memory", "tight"]
 
 
