@@ -18,6 +18,10 @@ from koushi.units import counted
 
 _TOLD = 0.003
 """Share of the winner's step below which a difference is not told."""
+_LEGEND = (
+    "  schedule x virtual stages of a rank, - where pp is 1; micro: samples of a microbatch",
+    "  reshard: whether gathered parameters are freed after forward, - where none are gathered",
+)
 
 
 def search_text(
@@ -35,13 +39,14 @@ def search_text(
     chosen = result.chosen
     if chosen is None:
         return "\n".join(
-            [f"{head}; none fits", *_too_large(result, plans), *_not_searched(wider, on), *_barred(question)]
+            [f"{head}; none fits", *_too_large(result, plans), *_LEGEND, *_not_searched(wider, on), *_barred(question)]
         )
     winner = plans[chosen.layout]
     ranked = sorted({*result.best, chosen}, key=lambda one: one.rank)
     lines = [
         f"{head}; the best tp and pp, each at its fastest",
         *_table(ranked, [_told(one, result, _lost(plans[one.layout], winner)) for one in ranked]),
+        *_LEGEND,
         "",
         f"smaller or faster than every other, up to {SLOWEST - 1:.0%} slower than the fastest",
         *_table(result.front, [_told(one, result, _slower(one, chosen)) for one in result.front]),
@@ -114,7 +119,7 @@ def _cells(one: Scored) -> tuple[str, ...]:
         schedule,
         str(layout.microbatch_size),
         layout.recompute,
-        "always" if layout.reshard_after_forward else "never",
+        "-" if layout.dp_shard == 1 else "always" if layout.reshard_after_forward else "never",
         short(one.seconds),
         gib(one.memory),
     )

@@ -14,6 +14,7 @@ from koushi.check.check import check
 from koushi.cli import main
 from koushi.config.load import load
 from koushi.plan.command import hardware_of
+from koushi.plan.layouts import MODES
 from koushi.plan.plan import Plan, error_bars, plan
 from koushi.plan.text import KINDS, device_time, memory_range, short
 from koushi.plan.workload import of_job
@@ -309,6 +310,23 @@ def test_a_search_tells_batches_that_leave_out_fewer_layouts(small: str, capsys:
     out = capsys.readouterr().out
     assert "left out" not in out
     assert "\nthe run file's own layout: " in out
+
+
+def test_nothing_reshards_where_nothing_is_gathered(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small, "--search", "--gpus", "4") == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if re.match(r" +\d+ +\d+ +\d+ +\d+ ", line)]
+    shown = {(int(row[3]) > 1, "-" in row[row.index(next(one for one in MODES if one in row)) + 1]) for row in rows}
+    assert shown == {(True, False), (False, True)}
+    assert out.count("whether gathered parameters are freed after forward, - where none are gathered\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.0123, "12.3 ms"), (99.96, "100 s"), (999, "999 s"), (999.6, "16.7 min"), (7199, "120 min"), (24_575, "6.83 h")],
+)
+def test_times_have_three_figures(seconds: float, said: str) -> None:
+    assert short(seconds) == said
 
 
 def test_no_torch_is_imported(small: str) -> None:
