@@ -82,8 +82,8 @@ def advice(question: Question, before: Plan) -> Advice:
     enough; where no two are, the best layout of all.
     """
     tried = sorted(single_changes(question, before), key=lambda fix: (fix.seconds, fix.memory))
-    if before.fits:
-        return Advice(_distinct(tried))
+    if before.fits or (tried and tried[0].seconds * (1 - MARKED) <= before.time.seconds):
+        return Advice(_distinct(tried))  # one that costs little will do: what is faster yet is told once it is made
     pair = cheapest_pair(question, before, *tried[:1])
     if tried:
         return Advice(_distinct([*([pair] if pair else []), *tried]))
