@@ -8,7 +8,7 @@ from pathlib import Path
 from koushi.config.schema import JobConfig
 from koushi.hardware.hardware import ASSUMED
 from koushi.mesh import MeshSpec
-from koushi.models.llama.sizes import LlamaSize
+from koushi.models.llama.sizes import PRESETS, LlamaSize
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,11 @@ class Job:
 
     @property
     def model_name(self) -> str:
-        """For people: the preset's, or that of the Hugging Face folder."""
+        """For people: the preset's, that of the Hugging Face folder, or what tells sizes of the run file's own."""
         model = self.config.model
-        return model.name if model.hf is None else Path(model.hf).name
+        if model.hf is not None:
+            return Path(model.hf).name
+        return model.name if self.size.is_shaped_like(PRESETS[model.name]) else f"own sizes (from {model.name})"
 
     @property
     def hardware(self) -> str:

@@ -22,6 +22,7 @@ from koushi.dryrun.findings import Finding
 from koushi.dryrun.forks import watched
 from koushi.dryrun.ranks import RankClass, rank_classes
 from koushi.dryrun.report import as_json, reading, reading_json, text
+from koushi.dryrun.smaller import hint
 from koushi.dryrun.trace import RankTrace
 from koushi.dryrun.world import DeviceKind
 from koushi.errors import AuditFailed, NotAsPlanned
@@ -65,7 +66,8 @@ def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False,
     if trace is not None:
         check_target(trace, timeline.TRACE, path)
     job, notes = check_afar(run_file, started_world(run_file))
-    for note in notes:
+    shorter = hint(job, plan(of_job(job), hardware_of(job)))
+    for note in (*notes, *([shorter] if shorter else [])):
         click.echo(f"note: {note}", err=True)
     found = run_dry(job, every_event=trace is not None)
     parts = (found.job, found.kind, found.classes, found.traces)

@@ -8,7 +8,7 @@ from typing import Any
 
 from koushi.job import Job
 from koushi.plan.fixes import Advice
-from koushi.plan.layouts import Layout, layout_of, values_of
+from koushi.plan.layouts import Layout, LeftOut, layout_of, values_of
 from koushi.plan.memory import Memory
 from koushi.plan.plan import ErrorBar, Plan, SubmeshUse, error_bars
 from koushi.plan.score import Scored
@@ -45,7 +45,7 @@ def plan_json(job: Job, plan: Plan, advice: Advice) -> Json:
     }
 
 
-def search_json(result: SearchResult) -> Json:
+def search_json(result: SearchResult, barred: LeftOut | None) -> Json:
     return {
         "version": VERSION,
         "legal": result.legal,
@@ -54,6 +54,7 @@ def search_json(result: SearchResult) -> Json:
         "best": _scored(result, result.best),
         "front": _scored(result, result.front),
         "too_large": _scored(result, result.misses),
+        "global_batch_sizes_that_leave_out_fewer": list(barred.batches) if barred else [],
     }
 
 

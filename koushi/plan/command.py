@@ -25,14 +25,14 @@ from koushi.check.rule import (
 from koushi.config.edit import check_edit_target, write_edited
 from koushi.config.load import RunFile, load
 from koushi.config.source import Found
-from koushi.errors import ConfigError, DoesNotFit
+from koushi.errors import ConfigError, DoesNotFit, Problem
 from koushi.hardware.hardware import Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.mesh import MOST_DEVICES
 from koushi.plan.as_json import plan_json, search_json
 from koushi.plan.fixes import advice, more_devices
-from koushi.plan.layouts import Layout, legal_devices, question_of, values_of
+from koushi.plan.layouts import Layout, left_out, legal_devices, question_of, values_of
 from koushi.plan.plan import Plan, plan
 from koushi.plan.search import search
 from koushi.plan.search_text import search_text
@@ -64,7 +64,7 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
     if write is not None:
         check_edit_target(path, write)
     run_file = load(path, overrides)
-    own = _as_it_stands(run_file)
+    own, wrong = _as_it_stands(run_file)
     devices = own.mesh.world_size if own else run_file.config.parallelism.world_size
     if devices is None or devices > MOST_DEVICES:
         own, _ = check_afar(run_file)  # says what is wrong with the number of devices
@@ -79,13 +79,13 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
         key, place = run_file.place(WORLD, DP_SHARD)
         raise ConfigError([Found(place, key, what, f"{near} of them, or another global batch").problem])
     if as_json:
-        click.echo(json.dumps(search_json(result), indent=1))
+        click.echo(json.dumps(search_json(result, left_out(question)), indent=1))
     else:
         chosen = [result.chosen] if result.chosen else []
         shown = dict.fromkeys(one.layout for one in (*chosen, *result.best, *result.misses))
         plans = {layout: plan(layout.of(base), on) for layout in shown}
         wider = None if result.chosen else more_devices(question, base, on)
-        click.echo(search_text(question, on, result, plans, plan(base, on) if own else None, wider))
+        click.echo(search_text(question, on, result, plans, wrong or plan(base, on), wider))
     if result.chosen is None:
         raise DoesNotFit(f"{job.name}: no layout of {counted(devices, 'device')} fits {on.name}" if as_json else "")
     if write is not None:
@@ -124,12 +124,12 @@ def hardware_of(job: Job) -> Hardware:
     return load_hardware(job.hardware)
 
 
-def _as_it_stands(run_file: RunFile) -> Job | None:
-    """The job of the run file's own layout, where that is legal."""
+def _as_it_stands(run_file: RunFile) -> tuple[Job | None, Problem | None]:
+    """The job of the run file's own layout, where that is legal; else the first thing that is wrong with it."""
     try:
-        return check_afar(run_file)[0]
-    except ConfigError:
-        return None
+        return check_afar(run_file)[0], None
+    except ConfigError as error:
+        return None, error.problems[0]
 
 
 def _write(source: Path, target: Path, run_file: RunFile, layout: Layout) -> None:

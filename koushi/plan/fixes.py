@@ -15,6 +15,7 @@ from koushi.plan.layouts import (
     Layout,
     Pipeline,
     Question,
+    beside,
     divisors,
     is_legal,
     layout_of,
@@ -33,6 +34,8 @@ from koushi.schedules import SCHEDULES
 SHOWN = 5
 WORTH = 0.01
 """Share of a step that a change has to save to be named."""
+MARKED = 0.05
+"""Share of a step that two changes have to save over the best single one to be named beside it."""
 COMPUTE, REDUCE = "precision.compute", "precision.reduce"
 MOST_TIMES = 64
 
@@ -75,12 +78,15 @@ class Advice:
 def advice(question: Question, before: Plan) -> Advice:
     """Changes that make ``before`` fit, the fastest first; if it fits, those that make it faster.
 
-    Where no single one is enough, the best two together; where no two are, the best layout of all.
+    Where it does not fit, two together as well, where they are markedly faster than any single one or none is
+    enough; where no two are, the best layout of all.
     """
     tried = sorted(single_changes(question, before), key=lambda fix: (fix.seconds, fix.memory))
-    if tried or before.fits:
-        return Advice(_distinct(tried))
-    pair = cheapest_pair(question, before)
+    if before.fits or (tried and tried[0].seconds * (1 - MARKED) <= before.time.seconds):
+        return Advice(_distinct(tried))  # one that costs little will do: what is faster yet is told once it is made
+    pair = cheapest_pair(question, before, *tried[:1])
+    if tried:
+        return Advice(_distinct([*([pair] if pair else []), *tried]))
     if pair is not None:
         return Advice((pair,))
     found = search(question, before.workload, before.hardware).chosen
@@ -107,11 +113,10 @@ def single_changes(question: Question, before: Plan) -> Iterator[Fix]:
     slowest = before.time.seconds * (1 - WORTH) if before.fits else inf
     costs = Costs(workload, hardware)
     for other in dict.fromkeys(neighbours(question, layout)):
-        if other != layout and is_legal(question, other):
-            floor = _floor(question, costs, layout, other)
-            if floor is not None and floor <= slowest:
-                moved = _moved(workload, layout, other)
-                yield from _judged(moved, hardware, slowest, changed(workload, other))
+        if other == layout or not is_legal(question, other):
+            continue
+        if _floor(question, costs, layout, other, slowest) is not None:
+            yield from _judged(_moved(workload, layout, other), hardware, slowest, changed(workload, other))
     for one in _in_place(question, before):
         yield from _judged(one.workload, hardware, slowest, one.values, one.note)
 
@@ -137,27 +142,33 @@ def _in_place(question: Question, before: Plan) -> Iterator[_Change]:
         yield _Change(fused, {COMPILE: True}, "the first step compiles")
 
 
-def _floor(question: Question, costs: Costs, before: Layout, after: Layout) -> float | None:
-    """Seconds that a step of ``after`` takes at least, as far as bounds know; None: too large."""
+def _floor(question: Question, costs: Costs, before: Layout, after: Layout, slowest: float) -> float | None:
+    """Seconds that a step of ``after`` takes at least, as far as bounds know; None: above ``slowest``, or too large."""
     moved, split = _moved(costs.base, before, after), split_of(question, after)
     if moved.stage_layers != after.of(costs.base).stage_layers:
         return 0.0
-    return costs.layout_floor(split, after) if costs.memory_floor(split, after) <= costs.capacity else None
+    floor = costs.layout_floor(split, after)  # in this order: memory's bound takes longer
+    return floor if floor <= slowest and costs.memory_floor(split, after) <= costs.capacity else None
 
 
-def cheapest_pair(question: Question, before: Plan) -> Fix | None:
-    """The two changes that together lead to the fastest plan that fits, of those where one changes the layout."""
+def cheapest_pair(question: Question, before: Plan, single: Fix | None = None) -> Fix | None:
+    """The two changes that together lead to the fastest plan that fits, of those where one changes the layout.
+
+    Where ``single`` is enough by itself both change the layout, and are markedly faster; None: no two are.
+    """
     workload, layout, hardware = before.workload, layout_of(before.workload), before.hardware
     once = dict.fromkeys(neighbours(question, layout))
     twice = dict.fromkeys(other for one in once for other in neighbours(question, one))
     as_it_is = (_Change(workload, {}, ""), tuple(twice))
     compiled = replace(question, compiled=True)
     waiting: list[tuple[float, int, _Change, Layout]] = []
-    for change, others in (as_it_is, *((one, tuple(once)) for one in _in_place(question, before))):
+    in_place = [] if single else [(one, tuple(once)) for one in _in_place(question, before)]
+    slowest = single.seconds * (1 - MARKED) if single else inf
+    for change, others in (as_it_is, *in_place):
         costs, asked = Costs(change.workload, hardware), compiled if change.workload.system.fused else question
         for other in others:
             if other != layout and is_legal(asked, other):
-                floor = _floor(question, costs, layout, other)
+                floor = _floor(question, costs, layout, other, slowest)
                 if floor is not None:
                     waiting.append((floor, len(waiting), change, other))
     best: Fix | None = None
@@ -166,7 +177,7 @@ def cheapest_pair(question: Question, before: Plan) -> Fix | None:
             break
         moved = _moved(change.workload, layout, other)
         values = {**change.values, **changed(workload, other)}
-        for fix in _judged(moved, hardware, best.seconds if best else inf, values, change.note):
+        for fix in _judged(moved, hardware, best.seconds if best else slowest, values, change.note):
             best = fix
     return best
 
@@ -197,20 +208,20 @@ def neighbours(question: Question, layout: Layout) -> Iterator[Layout]:
     for recompute in MODES:
         yield layout._replace(recompute=recompute)
     samples = question.global_batch_size // (layout.dp_replicate * layout.dp_shard)
-    for size in dict.fromkeys((*_beside(divisors(samples), layout.microbatch_size), 1)):
+    for size in dict.fromkeys((*beside(divisors(samples), layout.microbatch_size), 1)):
         yield layout._replace(microbatch_size=size)
     yield layout._replace(reshard_after_forward=not layout.reshard_after_forward)
     data_parallel = layout.dp_replicate * layout.dp_shard
-    for shard in {*_beside(divisors(data_parallel), layout.dp_shard), data_parallel}:
+    for shard in {*beside(divisors(data_parallel), layout.dp_shard), data_parallel}:
         yield layout._replace(dp_shard=shard, dp_replicate=data_parallel // shard)
-    for tp in _beside(tensor_degrees(question), layout.tp):
+    for tp in beside(tensor_degrees(question), layout.tp):
         yield from _with_shards(layout._replace(tp=tp), question)
     yield from _pipelines(question, layout)
 
 
 def _pipelines(question: Question, layout: Layout) -> Iterator[Layout]:
     pipeline = layout.pipeline
-    for pp in _beside(divisors(question.devices // layout.tp), layout.pp):
+    for pp in beside(divisors(question.devices // layout.tp), layout.pp):
         reshard = pp == 1 and layout.reshard_after_forward
         for schedule, needs in SCHEDULES.items():
             same = pipeline.pp > 1 and schedule == pipeline.schedule
@@ -232,13 +243,6 @@ def _with_shards(layout: Layout, question: Question) -> Iterator[Layout]:
     shard, left = divmod(question.devices, layout.tp * layout.pp * layout.dp_replicate)
     if left == 0:
         yield layout._replace(dp_shard=shard)
-
-
-def _beside(choices: tuple[int, ...], value: int) -> tuple[int, ...]:
-    """The nearest choices below and above."""
-    below = [one for one in choices if one < value]
-    above = [one for one in choices if one > value]
-    return (*below[-1:], *above[:1])
 
 
 def changed(workload: Workload, after: Layout) -> dict[str, object]:

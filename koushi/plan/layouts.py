@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -124,6 +124,13 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // one for one in low)}))
 
 
+def beside(choices: Sequence[int], value: int) -> tuple[int, ...]:
+    """The nearest below and above, of ``choices`` in order."""
+    below = [one for one in choices if one < value]
+    above = [one for one in choices if one > value]
+    return (*below[-1:], *above[:1])
+
+
 def tensor_degrees(question: Question) -> tuple[int, ...]:
     """Of a tp that divides the model, the sequence and the devices."""
     return tuple(
@@ -168,17 +175,50 @@ def reshard_choices(split: Split) -> tuple[bool, ...]:
     return (True, False) if split.data_parallel > 1 else (True,)
 
 
-def splits(question: Question) -> Iterator[Split]:
-    """Every legal one."""
+def _degrees(question: Question) -> Iterator[tuple[int, int, int]]:
+    """Every tp, pp and data parallel, whatever the batch."""
     for tp in tensor_degrees(question):
         for pp in divisors(question.devices // tp):
             if pp > max(1, question.size.n_layers):
                 break
-            data_parallel = question.devices // tp // pp
-            samples, left = divmod(question.global_batch_size, data_parallel)
-            if left == 0:
-                for microbatch_size in divisors(samples):
-                    yield Split(tp, pp, data_parallel, microbatch_size, samples // microbatch_size)
+            yield tp, pp, question.devices // tp // pp
+
+
+def splits(question: Question) -> Iterator[Split]:
+    """Every legal one."""
+    for tp, pp, data_parallel in _degrees(question):
+        samples, left = divmod(question.global_batch_size, data_parallel)
+        if left == 0:
+            for microbatch_size in divisors(samples):
+                yield Split(tp, pp, data_parallel, microbatch_size, samples // microbatch_size)
+
+
+class LeftOut(NamedTuple):
+    """What the batch leaves out because its samples do not divide over the data-parallel ranks."""
+
+    pairs: int
+    """Of tp and pp."""
+    of: int
+    """Pairs, were it not for the batch."""
+    batches: tuple[int, ...]
+    """The nearest batches below and above that leave out the fewest."""
+    fewest: int
+    """Pairs that those leave out."""
+
+
+def left_out(question: Question) -> LeftOut | None:
+    """What other batches, at most an eighth smaller or larger, would let in; None: nothing."""
+    degrees, own = [data_parallel for _, _, data_parallel in _degrees(question)], question.global_batch_size
+
+    def lost(batch: int) -> int:
+        return sum(1 for one in degrees if batch % one)
+
+    near = {batch for one in degrees for batch in (own - own % one, own - own % one + one)}
+    by_loss = sorted((lost(batch), batch) for batch in near if 0 < 8 * abs(batch - own) <= own)
+    if not by_loss or by_loss[0][0] >= lost(own):
+        return None
+    fewest = by_loss[0][0]
+    return LeftOut(lost(own), len(degrees), beside([batch for loss, batch in by_loss if loss == fewest], own), fewest)
 
 
 def legal_devices(question: Question) -> list[int]:

@@ -39,6 +39,9 @@ SLOWEST = 1.25
 """Of the front: how many times as long as the fastest a step may take."""
 MISSES = 3
 """Layouts shown that would be faster but do not fit."""
+WEIGHED = 60
+"""Where nothing fits: layouts planned in full for the smallest. Jobs far too large for their devices have many with
+nearly the same bound."""
 
 Degrees = tuple[int, int]
 """tp and pp."""
@@ -151,8 +154,9 @@ class _Search:
         return SearchResult(best, front, misses, legal_count(self.question), costs.simulated, costs.capacity)
 
     def _smallest(self) -> tuple[Scored, ...]:
-        """What needs the least memory; a bound of it leads to what has closer ones, until none can be less."""
-        costs, order = self.costs, count()
+        """What needs the least memory; a bound of it leads to what has closer ones, until none can be less, or
+        ``WEIGHED`` have been planned."""
+        costs, order, left = self.costs, count(), WEIGHED
         waiting: list[tuple[float, int, Split | _TooLarge]] = []
         for split in splits(self.question):
             heappush(waiting, (costs.room.split_floor(split, split.data_parallel), next(order), split))
@@ -164,6 +168,9 @@ class _Search:
             if isinstance(item, _One):
                 insort(found, (costs.memory(item.layout), item.layout))
                 del found[MISSES:]
+                left -= 1
+                if not left:
+                    break
                 continue
             for memory, part in self._parts(item):
                 if len(found) < MISSES or memory < found[-1][0]:

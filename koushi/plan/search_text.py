@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from koushi.check.rule import GLOBAL_BATCH, listed
+from koushi.errors import Problem
 from koushi.hardware.collective import span
 from koushi.hardware.hardware import Hardware
 from koushi.plan.fixes import Wider
-from koushi.plan.layouts import Layout, Question
+from koushi.plan.layouts import Layout, Question, left_out
 from koushi.plan.plan import Plan
 from koushi.plan.score import Scored
 from koushi.plan.search import SLOWEST, SearchResult
@@ -16,6 +18,10 @@ from koushi.units import counted
 
 _TOLD = 0.003
 """Share of the winner's step below which a difference is not told."""
+_LEGEND = (
+    "  schedule x virtual stages of a rank, - where pp is 1; micro: samples of a microbatch",
+    "  reshard: whether gathered parameters are freed after forward, - where none are gathered",
+)
 
 
 def search_text(
@@ -23,28 +29,34 @@ def search_text(
     on: Hardware,
     result: SearchResult,
     plans: Mapping[Layout, Plan],
-    own: Plan | None,
+    own: Plan | Problem,
     wider: Wider | None,
 ) -> str:
-    """The ranking, the front, what is too large, and where the run file's own layout stands; or what would do."""
+    """The ranking, the front, what is too large, and where the run file's own layout stands, or why it
+    is not legal; or what would do."""
     devices = counted(question.devices, "device")
     head = f"{result.legal:,} legal layouts of {devices}, {counted(result.judged, 'pipeline')} simulated"
     chosen = result.chosen
     if chosen is None:
-        return "\n".join([f"{head}; none fits", *_too_large(result, plans), *_left_out(wider, on)])
+        return "\n".join(
+            [f"{head}; none fits", *_too_large(result, plans), *_LEGEND, *_not_searched(wider, on), *_barred(question)]
+        )
     winner = plans[chosen.layout]
     ranked = sorted({*result.best, chosen}, key=lambda one: one.rank)
     lines = [
         f"{head}; the best tp and pp, each at its fastest",
         *_table(ranked, [_told(one, result, _lost(plans[one.layout], winner)) for one in ranked]),
+        *_LEGEND,
         "",
         f"smaller or faster than every other, up to {SLOWEST - 1:.0%} slower than the fastest",
         *_table(result.front, [_told(one, result, _slower(one, chosen)) for one in result.front]),
     ]
     if result.misses:
         lines += ["", *_too_large(result, plans)]
-    lines += _left_out(None, on)
-    if own is not None:
+    lines += [*_not_searched(None, on), *_barred(question)]
+    if isinstance(own, Problem):
+        lines += ["", f"the run file's own layout is not legal: {own.key}: {own.what}"]
+    else:
         lines += ["", _own(own, winner, chosen is ranked[0])]
     return "\n".join(lines)
 
@@ -56,7 +68,17 @@ def _told(one: Scored, result: SearchResult, told: str) -> str:
     return f"{told}, tight" if result.is_tight(one) else told
 
 
-def _left_out(wider: Wider | None, on: Hardware) -> list[str]:
+def _barred(question: Question) -> list[str]:
+    """What another batch would let in."""
+    found = left_out(question)
+    if found is None:
+        return []
+    fewer = f"with {listed(found.batches)} {found.fewest or 'none'}"
+    why = f"whose data-parallel ranks do not divide {GLOBAL_BATCH} {question.global_batch_size}"
+    return [f"left out: {found.pairs} of {found.of} pairs of tp and pp, {why}; {fewer}"]
+
+
+def _not_searched(wider: Wider | None, on: Hardware) -> list[str]:
     lines = ["", "not searched: training.compile, precision, layers per stage"]
     if wider:
         lines[:0] = ["", f"{would_do(wider, on)}: --search --gpus {wider.devices}"]
@@ -97,7 +119,7 @@ def _cells(one: Scored) -> tuple[str, ...]:
         schedule,
         str(layout.microbatch_size),
         layout.recompute,
-        "always" if layout.reshard_after_forward else "never",
+        "-" if layout.dp_shard == 1 else "always" if layout.reshard_after_forward else "never",
         short(one.seconds),
         gib(one.memory),
     )

@@ -54,7 +54,7 @@ def _parts(phases: Phases) -> Mapping[str, float]:
     return {
         "ideal compute": once.ideal,
         "matmul shapes": once.matmul,
-        "attention": once.attention,
+        "attention beyond ideal": once.attention,
         "memory-bound operations": once.memory,
         "recompute": phases.again.device,
         "launch overhead": max(0.0, phases.forward.seconds + backward - device),

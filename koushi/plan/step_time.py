@@ -38,7 +38,7 @@ __all__ = [
 PARTS = (
     "ideal compute",
     "matmul shapes",
-    "attention",
+    "attention beyond ideal",
     "memory-bound operations",
     "recompute",
     "launch overhead",

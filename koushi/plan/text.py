@@ -18,6 +18,8 @@ from koushi.units import bytes_text, count_text, counted, cut_short
 
 _BAR = 30
 _SHOWN = 4
+_WIDE = 60
+"""Characters of a change that its figures stand beside; those of a longer one stand below."""
 KINDS: tuple[tuple[str, str], ...] = (
     ("parameters", "parameters"),
     ("gradients", "gradients"),
@@ -239,12 +241,15 @@ def advice_text(before: Plan, advice: Advice) -> str:
         return f"no layout of {devices} fits; {would_do(advice.wider, before.hardware)}: {flags}"
     head = "what would make it faster" if before.fits else "what would make it fit"
     written = [" ".join(argument(*one) for one in fix.values.items()) for fix in advice.fixes]
-    width = min(60, max(len(text) for text in written))
+    width = max([len(text) for text in written if len(text) <= _WIDE], default=_WIDE)
     lines = [head]
     for fix, text in zip(advice.fixes, written, strict=True):
         note = f"  ({fix.note})" if fix.note else ""
         gain = f"{fix.seconds / before.time.seconds - 1:>+6.1%}"
         tight = "  tight" if is_tight(fix.memory, before.hardware) else ""
+        if len(text) > width:  # in a line of its own, so that the columns stay
+            lines.append(f"  {text}")
+            text = ""
         lines.append(f"  {text:<{width}}  {short(fix.seconds):>8}  {gain}  {_size(fix.memory):>8}{tight}{note}")
     lines.append(f"--search weighs every layout of {before.devices:,} {'device' if before.devices == 1 else 'devices'}")
     return "\n".join(lines)
@@ -291,8 +296,9 @@ def gib(size: float) -> str:
 
 
 def short(seconds: float) -> str:
-    """Three figures: ``8.57 s``, ``12.3 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+    """Three figures: ``8.57 s``, ``12.3 ms``; from 1,000 s on in minutes, from two hours on in hours."""
+    units = [("h", 1 / 3600)] if seconds >= 7200 else [("min", 1 / 60)] if seconds >= 999.5 else []
+    for unit, scale in (*units, ("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         value = seconds * scale
         if value >= 1 or unit == "us":
             digits = 0 if value >= 99.95 or value == 0 else 1 if value >= 9.995 else 2

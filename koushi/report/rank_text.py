@@ -116,9 +116,7 @@ def _named(job: Job, name: str) -> str:
         endings = [one for one in known if one.removesuffix(".weight").endswith("." + name.removesuffix(".weight"))]
         close = endings[:1] or get_close_matches(name, known, n=1, cutoff=0.5)
         legal = f"did you mean {close[0]}?" if close else f"such as {EMBEDDING} or layers.0.attention.wq.weight"
-    raise ConfigError(
-        [Problem(f"command line (--parameter {name})", "", f"{job.model_name} has no such parameter", legal)]
-    )
+    raise ConfigError([Problem(f"command line (--parameter {name})", "", "the model has no such parameter", legal)])
 
 
 def _groups(view: RankView, nodes: Nodes) -> list[str]:

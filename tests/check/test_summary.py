@@ -62,6 +62,18 @@ def test_parameters_are_counted_as_published(checked: Callable[..., Job]) -> Non
         assert f"{name}, {count} parameters" in text
 
 
+@pytest.mark.parametrize("own", ["", "norm_eps: 1.0e-6", "rope_theta: 20000.0", "rope_scaling: {factor: 4.0}"])
+def test_a_preset_keeps_its_name_where_every_size_is_its_own(checked: Callable[..., Job], own: str) -> None:
+    named = summary(checked(f"model: {{name: llama3-debug, dim: 256, {own}}}\n")).splitlines()[1]
+    assert named.startswith("model    llama3-debug, 5.77M parameters: ")
+
+
+@pytest.mark.parametrize("own", ["n_layers: 7", "tie_embeddings: true", "vocab_size: 4096", "ffn_dim: 800"])
+def test_sizes_of_the_run_files_own_are_not_called_a_preset(checked: Callable[..., Job], own: str) -> None:
+    named = summary(checked(f"model: {{{own}}}\n")).splitlines()[1]
+    assert named.startswith("model    own sizes (from llama3-debug), ")
+
+
 def test_a_large_lattice_still_fits_a_screen(checked: Callable[..., Job]) -> None:
     job = checked(
         "model: {name: llama3-405b}\ndata: {source: synthetic}\n"

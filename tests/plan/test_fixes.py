@@ -11,7 +11,7 @@ from koushi.check.check import check
 from koushi.config.load import load
 from koushi.job import Job
 from koushi.plan.command import hardware_of
-from koushi.plan.fixes import WORTH, Advice, advice, cheapest_pair, neighbours, single_changes
+from koushi.plan.fixes import MARKED, WORTH, Advice, Fix, advice, cheapest_pair, neighbours, single_changes
 from koushi.plan.layouts import is_legal, layout_of, question_of
 from koushi.plan.plan import Plan, plan
 from koushi.plan.search import search
@@ -44,8 +44,9 @@ def advised(job: Job) -> tuple[Plan, Advice]:
 
 
 def arguments(text: str) -> list[list[str]]:
-    """What stands before the figures in every line of changes, which one on the search ends."""
-    return [line.split("   ")[0].split() for line in text.splitlines()[1:-1]]
+    """What stands before the figures of every change; a long one has its figures in a line of their own."""
+    lines = text.splitlines()[1:-1]  # the last is on the search
+    return [line.split("   ")[0].split() for line in lines if not line.startswith("   ")]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,52 @@ def test_changes_that_make_it_fit(tmp_path: Path) -> None:
         after = plan(of_job(job), hardware_of(job))
         assert after.fits
         assert after.time.seconds == pytest.approx(fix.seconds)
+
+
+FITS_BUT_SLOWLY = ["--dp-shard", "64", "model.dim=5120", "model.n_layers=40", "model.n_heads=40", "model.ffn_dim=13824"]
+FITS_BUT_SLOWLY += ["training.seq_len=16384", "training.global_batch_size=256", "--hardware", "a100-sxm-80gb"]
+
+
+@pytest.mark.parametrize("also", [[], ["precision.reduce=bfloat16"]])
+def test_two_changes_stand_beside_a_single_one_that_they_are_markedly_faster_than(
+    tmp_path: Path, also: list[str]
+) -> None:
+    overrides = [*FITS_BUT_SLOWLY, *also]
+    job = job_of(tmp_path, *overrides)
+    before, found = advised(job)
+    assert not before.fits
+    pair, *others = found.fixes
+    singles = list(single_changes(question_of(job), before))
+    assert others
+    assert all(fix in singles for fix in others)
+    assert pair not in singles
+    assert pair.seconds <= (1 - MARKED) * min(fix.seconds for fix in singles)
+    written = arguments(advice_text(before, found))[0]
+    after = plan(of_job(job_of(tmp_path, *overrides, *written)), hardware_of(job))
+    assert after.fits
+    assert after.time.seconds == pytest.approx(pair.seconds)
+    assert after.memory.device == pair.memory
+
+
+def test_two_changes_that_are_hardly_faster_than_one_are_not_named(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "training.microbatch_size=4")
+    before, found = advised(job)
+    singles = sorted(single_changes(question_of(job), before), key=lambda fix: fix.seconds)
+    assert not before.fits
+    assert found.fixes
+    assert all(fix in singles for fix in found.fixes)
+    assert cheapest_pair(question_of(job), before, singles[0]) is None
+
+
+def test_figures_stand_in_columns_however_long_a_change_is(tmp_path: Path) -> None:
+    before, _ = advised(job_of(tmp_path))
+    seconds, size = before.time.seconds / 2, before.memory.device
+    long = {LAYERS[:-1]: 4, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
+    fixes = tuple(Fix(values, seconds, size) for values in ({"training.recompute": "none"}, long))
+    first, above, figures = advice_text(before, Advice(fixes)).splitlines()[1:-1]
+    assert above.split() == [f"{LAYERS}4", INTERLEAVED]
+    assert figures.split() == first.split()[1:]
+    assert len(figures) == len(first)
 
 
 IN_TWO = (

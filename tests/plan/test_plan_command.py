@@ -15,6 +15,7 @@ from koushi.cli import main
 from koushi.config.load import load
 from koushi.plan.allocator import runtime_bytes
 from koushi.plan.command import hardware_of
+from koushi.plan.layouts import MODES
 from koushi.plan.plan import Plan, error_bars, plan
 from koushi.plan.text import KINDS, device_time, memory_range, short
 from koushi.plan.workload import of_job
@@ -365,6 +366,41 @@ def test_a_search_needs_a_legal_run_but_not_a_legal_layout(small: str, capsys: p
     assert run(small, "--search", "training.seq_len=0") == 2
 
 
+def test_a_search_tells_batches_that_leave_out_fewer_layouts(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small, "--search", "--gpus", "6") == 0
+    out = capsys.readouterr().out
+    batch = "training.global_batch_size 32"
+    assert (
+        f"left out: 3 of 5 pairs of tp and pp, whose data-parallel ranks do not divide {batch}; with 30 or 36 none"
+        in out
+    )
+    own = "parallelism.data_parallel_shard_degree: 32 samples do not divide over 6 data-parallel ranks"
+    assert f"\nthe run file's own layout is not legal: {own}" in out
+    assert run(small, "--search", "--gpus", "6", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["global_batch_sizes_that_leave_out_fewer"] == [30, 36]
+    assert run(small, "--search") == 0
+    out = capsys.readouterr().out
+    assert "left out" not in out
+    assert "\nthe run file's own layout: " in out
+
+
+def test_nothing_reshards_where_nothing_is_gathered(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(small, "--search", "--gpus", "4") == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if re.match(r" +\d+ +\d+ +\d+ +\d+ ", line)]
+    shown = {(int(row[3]) > 1, "-" in row[row.index(next(one for one in MODES if one in row)) + 1]) for row in rows}
+    assert shown == {(True, False), (False, True)}
+    assert out.count("whether gathered parameters are freed after forward, - where none are gathered\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.0123, "12.3 ms"), (99.96, "100 s"), (999, "999 s"), (999.6, "16.7 min"), (7199, "120 min"), (24_575, "6.83 h")],
+)
+def test_times_have_three_figures(seconds: float, said: str) -> None:
+    assert short(seconds) == said
+
+
 def test_no_torch_is_imported(small: str) -> None:
     script = (
         "import sys\nfrom koushi.cli import main\n"
@@ -408,7 +444,8 @@ def test_the_json_keeps_its_names(small: str, capsys: pytest.CaptureFixture[str]
     assert list(data["advice"]) == ["changes", "devices_that_fit", "dp_shard_that_fits", "layout_that_fits"]
     assert run(small, "--search", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["version", "legal", "simulated", "chosen", "best", "front", "too_large"]
+    more = "global_batch_sizes_that_leave_out_fewer"
+    assert list(found) == ["version", "legal", "simulated", "chosen", "best", "front", "too_large", more]
     assert list(found["best"][0]) == ["layout", "seconds", "memory", "tight"]
 
 

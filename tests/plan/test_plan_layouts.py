@@ -15,7 +15,7 @@ from koushi.config.load import load
 from koushi.config.schema import ScheduleName
 from koushi.errors import ConfigError
 from koushi.job import Job
-from koushi.plan.layouts import MODES, Layout, Question, layout_of, layouts, question_of
+from koushi.plan.layouts import MODES, Layout, Question, layout_of, layouts, left_out, question_of
 from koushi.plan.workload import of_job
 
 Combination = tuple[dict[str, Any], dict[str, Any]]
@@ -114,3 +114,27 @@ def test_more_devices_than_samples_leave_tensor_and_pipeline_parallel(
     found = list(layouts(question))
     assert {(one.tp, one.pp) for one in found} == {(8, 2), (4, 4), (8, 4)}
     assert not list(layouts(replace(question, devices=7 * 11 * 13)))
+
+
+@pytest.mark.parametrize("devices", [1, 6, 7, 12, 24, 40])
+def test_batches_that_are_named_leave_out_the_fewest_layouts(tmp_path: Path, devices: int) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {n_heads: 12, n_kv_heads: 12, dim: 96}\n", encoding="utf-8")
+    asked = question_of(check(load(path)), devices)
+
+    def pairs(batch: int) -> int:
+        return len({(one.tp, one.pp) for one in layouts(replace(asked, global_batch_size=batch))})
+
+    named = 0
+    for own in range(8, 73, 4):
+        near = range(own - own // 8, own + own // 8 + 1)
+        found = left_out(replace(asked, global_batch_size=own))
+        if found is None:
+            assert max(map(pairs, near)) == pairs(own)
+            continue
+        named += 1
+        assert pairs(own) == found.of - found.pairs
+        assert found.batches
+        assert all(batch in near and pairs(batch) == found.of - found.fewest for batch in found.batches)
+        assert found.of - found.fewest > pairs(own)
+    assert named > 0 or devices == 1

@@ -140,9 +140,7 @@ def test_a_rank_without_a_part_of_a_small_parameter(jobs: Jobs) -> None:
 def test_an_unknown_parameter_is_refused_with_the_nearest(name: str, legal: str, jobs: Jobs) -> None:
     with pytest.raises(ConfigError) as raised:
         rank_text(jobs(), 0, names=[name])
-    assert str(raised.value).startswith(
-        f"command line (--parameter {name}): llama3-debug has no such parameter; {legal}"
-    )
+    assert str(raised.value).startswith(f"command line (--parameter {name}): the model has no such parameter; {legal}")
 
 
 def test_ranks_and_steps_that_are_not_there(jobs: Jobs) -> None:

@@ -267,8 +267,8 @@ def test_only_the_first_rank_of_a_launcher_writes(tmp_path: Path, monkeypatch: p
 def test_the_headline_names_model_mesh_and_batch(tmp_path: Path) -> None:
     job = check(load(tiny_file(tmp_path), ["--dp-shard", "2"]))
     assert headline(job) == (
-        "llama3-debug, 6.90K parameters, on 2 processes [pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1]; "
-        "4 x 8 tokens a step, 2 microbatches a rank"
+        "own sizes (from llama3-debug), 6.90K parameters, on 2 processes "
+        "[pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1]; 4 x 8 tokens a step, 2 microbatches a rank"
     )
 
 

@@ -29,6 +29,11 @@ class LlamaSize:
     def head_dim(self) -> int:
         return self.dim // self.n_heads
 
+    def is_shaped_like(self, other: LlamaSize) -> bool:
+        """Whether all but what no parameter's shape tells is the same: norms and rotation may differ."""
+        same = replace(other, norm_eps=self.norm_eps, rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
+        return self == same
+
 
 PRESETS: dict[str, LlamaSize] = {
     "llama3-debug": LlamaSize(

@@ -17,7 +17,7 @@ from koushi.plan.workload import of_job
 KINDS = tuple(field.name for field in fields(Memory) if field.name != "moment")
 """Of memory, in the order of a bar."""
 
-COMPUTE = ("ideal compute", "attention", "recompute", "optimizer")
+COMPUTE = ("ideal compute", "attention beyond ideal", "recompute", "optimizer")
 
 MOST_STAGES = 32
 """Memory bars of one layout; with more stages the first, the last and the fullest stand for all."""
