@@ -22,10 +22,10 @@ train: $(VENV)/installed
 	$(BIN)/koushi train examples/debug.yaml
 
 test: lint
-	$(BIN)/python tests/in_halves.py -m "not long"
+	$(BIN)/python -m pytest -m "not long"
 
 test-long: $(VENV)/installed-dev
-	$(BIN)/python tests/in_halves.py -m long
+	$(BIN)/python -m pytest -m long
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
