@@ -22,12 +22,16 @@ from koushi.check.rule import (
 from koushi.errors import ConfigError
 from koushi.hardware.hardware import load
 
+MOST_SAMPLES = 1_000_000
+"""Of a step: a schedule has a line for each microbatch, which a plan goes through."""
 _PRECISION = ("precision.parameters", "precision.compute", "precision.reduce")
 
 
 def _global_batch(facts: Facts) -> Iterator[Finding]:
     training, split = facts.config.training, facts.data_parallel
-    if training.global_batch_size % split:
+    if training.global_batch_size > MOST_SAMPLES:
+        yield Finding((GLOBAL_BATCH,), f"is {training.global_batch_size}", f"at most {MOST_SAMPLES} samples")
+    elif training.global_batch_size % split:
         replicate = facts.config.parallelism.data_parallel_replicate_degree
         near = multiples_near(training.global_batch_size, split * training.microbatch_size)
         yield Finding(
