@@ -100,8 +100,8 @@ class StopRequest:
         number = os.read(ear, 1)
         while number and number[0] != signal.SIGTERM:
             number = os.read(ear, 1)
-        if not number:  # the run has ended without; else the ear stays open, or Python complains of the next signal
-            os.close(ear)
+        os.close(ear)
+        if not number:  # closed
             return
         _requested[0] = True
         last_words = min(LAST_WORDS, self._grace / 4)
