@@ -87,7 +87,7 @@ class Trainer:
                 for step in range(self.start.step, config.training.steps):
                     arrivals.at_step(step + 1)
                     if self.checkpoints is not None:
-                        self.checkpoints.begin_step(step + 1)
+                        self.checkpoints.begin_step()
                     tokens, labels = batches.get(step)
                     result = self._train(step, tokens.to(self.device), labels.to(self.device))
                     self._check_finite(step + 1, result)
