@@ -224,6 +224,7 @@ def test_init_of_too_many_devices_leaves_no_file(gpus: str, capsys: Printed, tmp
         ["mesh", "--rank", "0"],
         ["mesh", "--html", "page.html"],
         ["launch", "--nodes", "1", "--gpus-per-node", "2", "--backend", "slurm"],
+        ["config", "--explain"],
     ],
     ids=" ".join,
 )
@@ -240,9 +241,21 @@ def test_a_run_can_be_planned_where_its_data_is_not(
         json.loads(out)
     if "--html" in arguments:
         assert "/data/*.txt" not in Path("page.html").read_text(encoding="utf-8")  # every layout of the page is judged
-    for strict in ("check", "config", "train", "verify"):
-        assert ended(strict, "run.yaml", "--gpus", "2") == 2
-        assert "no file matches /data/*.txt; give a file" in capsys.readouterr().err
+    if "config" in arguments:
+        assert "path: /data/*.txt" in out
+
+
+def test_what_reads_the_data_is_refused_where_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("data: {source: text, path: /data/*.txt, tokenizer: /models/none.json}\n")
+    for strict in ("check", "train"):
+        assert ended(strict, "run.yaml") == 2
+        err = capsys.readouterr().err.splitlines()
+        assert "no file matches /data/*.txt; give a file" in err[0] and "there is no such file" in err[1]
+        others = [line.endswith("; koushi plan and koushi verify go on without it") for line in err]
+        assert others == [strict == "check"] * 2
 
 
 def test_init_of_what_fits_nowhere_writes_it_and_ends_with_3(

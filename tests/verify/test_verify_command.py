@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tiny import tiny_file
+from tiny import TINY, tiny_file
 
 from koushi.cli import main
 from koushi.errors import VerifyError
@@ -55,6 +55,18 @@ def test_a_large_job_is_scaled_and_says_so(tmp_path: Path, capfd: pytest.Capture
     lines = capfd.readouterr().out.splitlines()
     assert lines[1].startswith("changed to run here: layers 16 -> 2, dim 2048 -> 16")
     assert lines[-1] == VERDICT
+
+
+def test_what_the_run_reads_need_not_be_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tiny_file(tmp_path, TINY.replace("{source: synthetic}", "{source: text, path: none, tokenizer: none.json}"))
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(path), "--steps", "1"])
+    out, err = capfd.readouterr()
+    assert ended.value.code == 0, err
+    assert [line.split(": ")[:3:2] for line in err.splitlines()] == [
+        ["note", key] for key in ("data.path", "data.tokenizer")
+    ]
+    assert "data text -> synthetic" in out and out.splitlines()[-1] == VERDICT
 
 
 def doubled(patch: pytest.MonkeyPatch) -> None:
