@@ -6,11 +6,13 @@ import errno
 import os
 import select
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
+
+import click
 
 from koushi.errors import KoushiError, WrongTarget
 
@@ -29,6 +31,12 @@ class Kind:
     """A new file's name."""
     is_one: Callable[[Path], bool]
     """Whether the file at a path is one of these."""
+
+
+def tell(notes: Iterable[str]) -> None:
+    """Say beside a command's output what its user should know."""
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
 
 
 def reader_gone() -> bool:

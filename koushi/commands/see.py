@@ -16,6 +16,7 @@ from koushi.commands.group import (
     split,
     world_option,
 )
+from koushi.output import tell
 
 
 @click.command(cls=RunFileCommand)
@@ -64,8 +65,7 @@ def mesh(
     run_path, overrides = split(arguments)
     run_file = load(run_path, overrides)
     job, notes = check_afar(run_file, world)
-    for note in notes:
-        click.echo(f"note: {note}", err=True)
+    tell(notes)
     if html is not None:
         from koushi.report.page.command import write_page
 
@@ -108,8 +108,7 @@ def config(explain: bool, schema: bool, world: int | None, arguments: tuple[str,
     run_path, overrides = split(arguments)
     run_file = load(run_path, overrides)
     job, notes = check_afar(run_file, world)
-    for note in notes:
-        click.echo(f"note: {note}", err=True)
+    tell(notes)
     show(resolved_text(job.config, sources(run_file, job) if explain else None), newline=False)
 
 

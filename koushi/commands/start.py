@@ -10,6 +10,7 @@ import click
 from koushi.commands.group import Choice, Command, RunFileCommand, Whole, gpus_per_node_option, show, split
 from koushi.config.overrides import SHORT
 from koushi.errors import DoesNotFit
+from koushi.output import tell
 
 
 @click.command(cls=Command)
@@ -72,5 +73,4 @@ def launch(nodes: int | None, backend: str | None, gpus_per_node: int, arguments
     run_path, overrides = split(arguments)
     described = made(run_path, overrides, nodes, gpus_per_node)
     show(BACKENDS[backend](described), newline=False)
-    for note in notes(described):
-        click.echo(f"note: {note}", err=True)
+    tell(notes(described))

@@ -27,7 +27,7 @@ from koushi.dryrun.trace import RankTrace
 from koushi.dryrun.world import DeviceKind
 from koushi.errors import AuditFailed, NotAsPlanned
 from koushi.job import Job
-from koushi.output import check_target
+from koushi.output import check_target, tell
 from koushi.plan.command import hardware_of
 from koushi.plan.edges import seconds_of
 from koushi.plan.plan import Plan, plan
@@ -67,8 +67,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False,
         check_target(trace, timeline.TRACE, path)
     job, notes = check_afar(run_file, started_world(run_file))
     shorter = hint(job, plan(of_job(job), hardware_of(job)))
-    for note in (*notes, *([shorter] if shorter else [])):
-        click.echo(f"note: {note}", err=True)
+    tell((*notes, *([shorter] if shorter else [])))
     found = run_dry(job, every_event=trace is not None)
     parts = (found.job, found.kind, found.classes, found.traces)
     findings = [str(one) for one in found.findings]

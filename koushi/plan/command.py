@@ -30,6 +30,7 @@ from koushi.hardware.hardware import Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.mesh import MOST_DEVICES
+from koushi.output import tell
 from koushi.plan.as_json import plan_json, search_json
 from koushi.plan.fixes import advice, more_devices
 from koushi.plan.layouts import Layout, left_out, legal_devices, question_of, values_of
@@ -45,7 +46,7 @@ def show_plan(path: Path, overrides: Sequence[str], as_json: bool) -> None:
     """Print what the run file at ``path`` costs as it stands; raises DoesNotFit where it does."""
     run_file = load(path, overrides)
     job, notes = check_afar(run_file)
-    _tell(notes)
+    tell(notes)
     found = plan(of_job(job), hardware_of(job))
     helps = advice(question_of(job), found)
     if as_json:
@@ -69,7 +70,7 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
         own, _ = check_afar(run_file)  # says what is wrong with the number of devices
         devices = own.mesh.world_size
     job, notes = check_afar(load(path, [*overrides, *_ALONE]))
-    _tell(notes)
+    tell(notes)
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
     result = search(question, base, on)
     if not result.legal:
@@ -91,11 +92,6 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
         _write(path, write, run_file, result.chosen.layout)
         roomy = "" if result.chosen == result.best[0] else " that is not tight"
         click.echo(f"\nwrote the fastest layout{roomy} to {write}", err=as_json)
-
-
-def _tell(notes: Sequence[str]) -> None:
-    for note in notes:
-        click.echo(f"note: {note}", err=True)
 
 
 _ALONE = (

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +15,7 @@ from koushi.config.load import load
 from koushi.config.schema import MasterDtype
 from koushi.errors import VerifyError
 from koushi.job import Job
+from koushi.output import tell
 from koushi.train.launch import launch
 from koushi.units import counted
 from koushi.verify.compare import TOLERANCES, Difference, compare, unmoved
@@ -39,8 +39,7 @@ def verify(path: Path, overrides: Sequence[str] = (), steps: int = 3, precision:
     Raises VerifyError above tolerance.
     """
     job, missing = check_afar(load(path, overrides))
-    for note in missing:
-        click.echo(f"note: {note}", err=True)
+    tell(missing)
     job, notes = scale_down(job, precision)
     job, updates = with_updates(job, steps)
     notes += updates

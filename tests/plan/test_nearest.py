@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from searched import base_of
 
 from koushi.hardware.hardware import load
 from koushi.models.llama.sizes import LlamaSize
-from koushi.plan.layouts import Question, layouts, mesh_of
+from koushi.plan.layouts import Question, layouts
 from koushi.plan.memory import every_rank
 from koushi.plan.search import MISSES, search
-from koushi.plan.workload import Transformer, Workload
 
 SIZE = LlamaSize(vocab_size=32_000, dim=1024, n_layers=3, n_heads=32, n_kv_heads=8, ffn_dim=3072)
 
@@ -31,16 +31,7 @@ SIZE = LlamaSize(vocab_size=32_000, dim=1024, n_layers=3, n_heads=32, n_kv_heads
 def test_the_nearest_are_the_smallest_of_all(question: Question, compute: str, alone: bool) -> None:
     shipped = load("h100-sxm-80gb")
     on = replace(shipped, devices_per_node=4, chip=replace(shipped.chip, memory_gib=0.001))
-    base = Workload(
-        model=Transformer.of(question.size),
-        mesh=mesh_of(1, 1, 1, 1),
-        stage_layers=(question.size.n_layers,),
-        schedule="1F1B",
-        seq_len=question.seq_len,
-        microbatch_size=1,
-        microbatches=question.global_batch_size,
-        compute=compute,
-    )
+    base = replace(base_of(question), compute=compute)
     every = [
         (max(one.device for one in every_rank(layout.of(base), on)), layout.microbatch_size)
         for layout in layouts(question)

@@ -9,10 +9,11 @@ from functools import cache
 from random import Random
 
 import pytest
+from searched import base_of
 
 from koushi.hardware.hardware import Hardware, load
 from koushi.models.llama.sizes import LlamaSize
-from koushi.plan.layouts import Layout, Pipeline, Question, Split, layers_of, layouts, mesh_of, split_of
+from koushi.plan.layouts import Layout, Pipeline, Question, Split, layers_of, layouts, split_of
 from koushi.plan.memory import every_rank
 from koushi.plan.moments import (
     FAMILIES,
@@ -30,7 +31,7 @@ from koushi.plan.score import Costs, Scored
 from koushi.plan.search import BEST, SLOWEST, SearchResult, degrees_of, search
 from koushi.plan.step_time import step_time
 from koushi.plan.unshard import MOST_UNSHARDED
-from koushi.plan.workload import Transformer, Workload
+from koushi.plan.workload import Workload
 from koushi.schedules import SCHEDULES, microbatches_fit, stages_of_rank
 
 SIZE = LlamaSize(vocab_size=32_000, dim=4096, n_layers=7, n_heads=32, n_kv_heads=8, ffn_dim=14_336)
@@ -52,18 +53,6 @@ worlds = pytest.mark.parametrize(
 def hardware(gib: float) -> Hardware:
     shipped = load("h100-sxm-80gb")
     return replace(shipped, devices_per_node=4, chip=replace(shipped.chip, memory_gib=gib))
-
-
-def base_of(question: Question) -> Workload:
-    return Workload(
-        model=Transformer.of(question.size),
-        mesh=mesh_of(1, 1, 1, 1),
-        stage_layers=(question.size.n_layers,),
-        schedule="1F1B",
-        seq_len=question.seq_len,
-        microbatch_size=1,
-        microbatches=question.global_batch_size,
-    )
 
 
 @cache
