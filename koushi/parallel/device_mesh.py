@@ -56,7 +56,7 @@ def build_mesh(spec: MeshSpec, device_type: str, timeout: float | None = None) -
             f"start {spec.world_size}, or change the degrees"
         )
     if timeout is not None:
-        _await_all(device_type)
+        _await_all(device_type, timeout)
     world_mesh = init_device_mesh(device_type, spec.shape, mesh_dim_names=spec.names)
     if timeout is not None:
         for group in world_mesh.get_all_groups():
@@ -65,10 +65,14 @@ def build_mesh(spec: MeshSpec, device_type: str, timeout: float | None = None) -
     return world_mesh
 
 
-def _await_all(device_type: str) -> None:
+def _await_all(device_type: str, timeout: float) -> None:
     """Return once every rank is here; a collective, whose wait ends and tells which rank is not, where torch waits half
-    an hour in silence for one that does not come to make a group."""
-    dist.all_reduce(torch.zeros(1, device=device_type))
+    an hour in silence for one that does not come to make a group.
+
+    The wait is told its limit: gloo's own, for a connection that the other rank is to make, is five times the group's.
+    """
+    work = dist.all_reduce(torch.zeros(1, device=device_type), async_op=True)
+    work.wait(timedelta(seconds=timeout))
 
 
 def destroy_mesh(world_mesh: DeviceMesh) -> None:
