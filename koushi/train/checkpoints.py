@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from koushi import __version__
+from koushi.checkpoint.folders import published, step_of
 from koushi.checkpoint.load import load_newest
 from koushi.checkpoint.manifest import Head, Manifest
 from koushi.checkpoint.save import Saver
@@ -51,11 +52,13 @@ class Checkpoints:
         self._leads = dist.get_rank() == 0
         self._group = self._gloo()
         self.place = self._of_first_rank(place)
+        self._start = Start()
+        self._step, self._at = 0, "the start of the run"
         self._saver: Saver | None = None
         self._stop: StopRequest | None = None
         if job.config.checkpoint.every:
             self._saver = Saver(self.place.checkpoints, job.config.checkpoint, self._group)
-            self._stop = StopRequest(self._gloo(), job.config.run.grace)
+            self._stop = StopRequest(self._gloo(), job.config.run.grace, self._too_late)
 
     def _gloo(self) -> dist.ProcessGroup:
         """A group of all ranks for one user only: collectives of two threads must not mix."""
@@ -83,7 +86,8 @@ class Checkpoints:
         )
         head = manifest.head
         self._say(self._resumed(str(folder), manifest))
-        return Start(head.step, head.samples)
+        self._start = Start(head.step, head.samples)
+        return self._start
 
     def _resumed(self, folder: str, manifest: Manifest) -> str:
         head = manifest.head
@@ -102,7 +106,9 @@ class Checkpoints:
             lines.append(f"changed since: {', '.join(changed)}")
         return "\n".join(lines)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
+        """``step`` counts from 1."""
+        self._step, self._at = step, f"step {step}"
         if self._stop is not None:
             self._stop.begin_step()
 
@@ -114,11 +120,25 @@ class Checkpoints:
         options, last = self._job.config.checkpoint, step == self._job.config.training.steps
         stopping = self._stop.agreed()
         if step % options.every == 0 or last or stopping:
+            self._at = f"the save of step {step}"
             pieces = owned(self._model.parameters, self._optimizer, self._job.mesh.coordinate(dist.get_rank()))
             self._saver.save(self._head(step, samples), pieces, now=last or stopping)
         if stopping:
             self._say(f"SIGTERM: saved step {step}; the same command goes on from there")
             raise Stopped(signal.SIGTERM, "SIGTERM")
+        self._at = f"what follows step {step}"
+
+    def _too_late(self) -> str:
+        """What rank 0 says where the grace time after SIGTERM was too short."""
+        if not self._leads:
+            return ""
+        found = (step_of(folder) for folder in published(self.place.checkpoints))
+        newest = max([self._start.step, *(step for step in found if step is not None and step <= self._step)])
+        lost = f"nothing is saved after step {newest}" if newest else "nothing is saved at all"
+        return (
+            f"SIGTERM: run.grace ({self._job.config.run.grace:g} s) ended within {self._at}: {lost}; "
+            "set run.grace above the time of a step and a save"
+        )
 
     def _head(self, step: int, samples: int) -> Head:
         return Head(
@@ -134,10 +154,13 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        if self._stop is not None:
-            self._stop.close()
-        if self._saver is not None:
-            self._saver.close()
+        """Begin no more saves, and leave SIGTERM to others."""
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            if self._stop is not None:
+                self._stop.close()
 
     def _say(self, text: str) -> None:
         if self._leads:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import final
 
@@ -55,25 +57,31 @@ class Trainer:
         self.rank = dist.get_rank()
         self.optimizer = AdamW(job.config.optimizer)
         self.samples = open_samples(job)
-        self._agree_on_data()
         before = peak_memory(device)
-        self.model = build(job, build_mesh(job.mesh, device.type, job.config.run.timeout), device)
+        mesh = build_mesh(job.mesh, device.type, job.config.run.timeout)
+        self._agree_on_data()
+        self.model = build(job, mesh, device)
         self.train_step = TrainStep(job, self.model, self.optimizer)
         self.data_index = job.mesh.index(self.rank, "dp_replicate", "dp_shard")
         self.checkpoints: Checkpoints | None = None
         self.start = Start()
-        if job.config.checkpoint.every or place.found:
-            self.checkpoints = Checkpoints(job, place, self.model, self.optimizer, self.samples.digest)
-            place = self.checkpoints.place
-            self.start = self.checkpoints.resume()
         self.pace = Pace()
         self.sinks: list[Sink] = []
         self._peak: float | None = None
-        if self.rank == 0:
-            self.pace = Pace(self.start.step, forget_after(place.folder / "metrics.jsonl", self.start.step))
-            self.sinks = self._sinks(place.folder)
-            self._peak = peak_flops(device_name(device))
-        self._outcome = Outcome(job, device, place.folder, before, self.start.step)
+        with ExitStack() as opened:
+            if job.config.checkpoint.every or place.found:
+                self.checkpoints = Checkpoints(job, place, self.model, self.optimizer, self.samples.digest)
+                opened.callback(self.checkpoints.close)
+                place = self.checkpoints.place
+                self.start = self.checkpoints.resume()
+            if self.rank == 0:
+                self.pace = Pace(self.start.step, forget_after(place.folder / "metrics.jsonl", self.start.step))
+                for sink in self._sinks(place.folder):
+                    opened.callback(sink.close)
+                    self.sinks.append(sink)
+                self._peak = peak_flops(device_name(device))
+            self._outcome = Outcome(job, device, place.folder, before, self.start.step)
+            self._opened = opened.pop_all()
 
     def run(self) -> None:
         """Train to ``training.steps``.
@@ -82,27 +90,21 @@ class Trainer:
         after SIGTERM.
         """
         config = self.job.config
-        try:
-            with Prefetch(self._batch, self.start.step) as batches:
-                for step in range(self.start.step, config.training.steps):
-                    arrivals.at_step(step + 1)
-                    if self.checkpoints is not None:
-                        self.checkpoints.begin_step()
-                    tokens, labels = batches.get(step)
-                    result = self._train(step, tokens.to(self.device), labels.to(self.device))
-                    self._check_finite(step + 1, result)
-                    if (step + 1) % config.metrics.every == 0 or step + 1 == config.training.steps:
-                        self._report(step + 1, result)
-                    self._outcome.after_step(step + 1)
-                    if self.checkpoints is not None:  # first: what comes after may fail
-                        self.checkpoints.after_step(step + 1, self._samples_before(step + 1))
-                    if config.validation.every and (step + 1) % config.validation.every == 0:
-                        self._validate(step + 1)
-        finally:
-            if self.checkpoints is not None:
-                self.checkpoints.close()
-            for sink in self.sinks:
-                sink.close()
+        with self._opened, Prefetch(self._batch, self.start.step) as batches:
+            for step in range(self.start.step, config.training.steps):
+                arrivals.at_step(step + 1)
+                if self.checkpoints is not None:
+                    self.checkpoints.begin_step(step + 1)
+                tokens, labels = batches.get(step)
+                result = self._train(step, tokens.to(self.device), labels.to(self.device))
+                self._check_finite(step + 1, result)
+                if (step + 1) % config.metrics.every == 0 or step + 1 == config.training.steps:
+                    self._report(step + 1, result)
+                self._outcome.after_step(step + 1)
+                if self.checkpoints is not None:  # first: what comes after may fail
+                    self.checkpoints.after_step(step + 1, self._samples_before(step + 1))
+                if config.validation.every and (step + 1) % config.validation.every == 0:
+                    self._validate(step + 1)
 
     def _train(self, step: int, tokens: torch.Tensor, labels: torch.Tensor) -> StepResult:
         if not self.job.config.debug.audit or step > self.start.step:
@@ -134,15 +136,12 @@ class Trainer:
         """Samples consumed when ``step`` steps are done."""
         return self.start.samples + (step - self.start.step) * self.job.config.training.global_batch_size
 
-    def _sinks(self, folder: Path) -> list[Sink]:
+    def _sinks(self, folder: Path) -> Iterator[Sink]:
         config = self.job.config
-        sinks: list[Sink] = [
-            Progress(config.training.steps, memory_word(self.device), sys.stdout),
-            JsonLines(folder / "metrics.jsonl"),
-        ]
+        yield Progress(config.training.steps, memory_word(self.device), sys.stdout)
+        yield JsonLines(folder / "metrics.jsonl")
         if config.metrics.tensorboard:
-            sinks.append(TensorBoard(folder / "tensorboard"))
-        return sinks
+            yield TensorBoard(folder / "tensorboard")
 
     def _report(self, step: int, result: StepResult) -> None:
         training, world = self.job.config.training, self.job.mesh.world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -187,6 +188,38 @@ def test_sigterm_of_a_single_process_without_checkpoints_is_told(tmp_path: Path)
     output, _ = run.communicate(timeout=PATIENCE)
     assert run.returncode == 128 + signal.SIGTERM, output
     assert output.endswith("stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "saved", "kept"),
+    [(ONE, 0, "nothing is saved at all"), (TWO, 3, "nothing is saved after step 3")],
+    ids=["one process", "two that go on"],
+)
+def test_a_grace_time_that_ends_within_a_step_is_told(degrees: Layout, saved: int, kept: str, tmp_path: Path) -> None:
+    """A step takes far longer than anyone waits for it."""
+    begun = tmp_path / "run" / "predicted.json"
+    if saved:
+        train(tmp_path / "run", *degrees, f"training.steps={saved}")
+        begun.unlink()
+    run = start(tmp_path, *degrees, "training.global_batch_size=65536", "run.grace=1.5")
+    await_true(run, begun.exists, "its first step")
+    run.terminate()
+    output, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 128 + signal.SIGTERM, output
+    where = rf"(step {saved + 1}|the start of the run)"
+    said = rf"^SIGTERM: run.grace \(1.5 s\) ended within {where}: {kept}; set run.grace above the time of a step "
+    assert len(re.findall(said, output, re.MULTILINE)) == 1, output
+    assert "Traceback" not in output
+
+
+def test_a_long_step_is_the_last_after_sigterm(tmp_path: Path) -> None:
+    """Not the one after it, which the ranks had agreed on before the signal."""
+    run = start(tmp_path, *ONE, "checkpoint.every=1000", "training.global_batch_size=1024", "training.steps=5")
+    await_true(run, (tmp_path / "run" / "predicted.json").exists, "its first step")
+    run.terminate()
+    output, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 128 + signal.SIGTERM, output
+    assert "SIGTERM: saved step 1;" in output
 
 
 @pytest.fixture

@@ -152,6 +152,26 @@ def test_ranges_are_those_of_published_runs(small: str, capsys: pytest.CaptureFi
     assert re.search(rf"  range +{low / 2**30:.1f}  to {high / 2**30:.1f}; published runs", out)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("checkpoint.every=10", "run.grace=1e-3"), True),
+        (("checkpoint.every=10",), False),
+        (("checkpoint.every=0", "run.grace=1e-3"), False),
+    ],
+)
+def test_a_step_that_sigterm_leaves_no_time_for_is_a_note(
+    overrides: tuple[str, ...], told: bool, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(small, *overrides) == 0
+    out, err = capsys.readouterr()
+    (step,) = re.findall(r"^time +(\S+ \S+) a step", out, re.MULTILINE)
+    note = (
+        f"note: a step takes {step}, and SIGTERM leaves a run 0.001 s to finish its step and save (run.grace): set it "
+    )
+    assert err.startswith(note) if told else err == ""
+
+
 def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(ROOT / "examples" / "debug.yaml"), "--hardware", "cpu"]
     assert run(*arguments) == 0

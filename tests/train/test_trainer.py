@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,12 +22,13 @@ from koushi.check.check import check
 from koushi.config.load import load
 from koushi.data.batches import open_samples
 from koushi.data.samples import IGNORE_INDEX, Samples
-from koushi.errors import ConfigError, DataError, RankFailure, TrainingError
+from koushi.errors import CheckpointError, ConfigError, DataError, RankFailure, TrainingError
 from koushi.job import Job
 from koushi.parallel import compose
 from koushi.parallel.device_mesh import build_mesh
 from koushi.schedules import SCHEDULES
 from koushi.train import command
+from koushi.train.checkpoints import Checkpoints
 from koushi.train.command import headline, started_world, train
 from koushi.train.metrics import StepMetrics
 from koushi.train.resume import run_place
@@ -221,6 +223,23 @@ def test_a_gradient_norm_that_is_not_finite_stops_the_run(tmp_path: Path, monkey
     )
     with pytest.raises(TrainingError, match="the gradient norm of step 1 is inf; a lower"):
         train(tiny_file(tmp_path), [])
+
+
+def test_a_run_that_fails_before_it_begins_leaves_sigterm_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts down its grace time would else end the process at somebody else's SIGTERM."""
+
+    def resume(checkpoints: Checkpoints) -> None:
+        assert signal.getsignal(signal.SIGTERM) != before
+        raise CheckpointError("not readable")
+
+    monkeypatch.setattr(Checkpoints, "resume", resume)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(CheckpointError, match="not readable"):
+        train(tiny_file(tmp_path), ["checkpoint.every=1"])
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_mistakes_are_told_before_anything_is_written(tmp_path: Path) -> None:
