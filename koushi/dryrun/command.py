@@ -66,7 +66,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), *, as_data: bool = False,
     if trace is not None:
         check_target(trace, timeline.TRACE, path)
     job, notes = check_afar(run_file, started_world(run_file))
-    shorter = hint(job, plan(of_job(job), hardware_of(job)))
+    shorter = hint(job)
     tell((*notes, *([shorter] if shorter else [])))
     found = run_dry(job, every_event=trace is not None)
     parts = (found.job, found.kind, found.classes, found.traces)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from koushi.check.rule import GLOBAL_BATCH
 from koushi.dryrun.extrapolate import MOST_WORK
 from koushi.job import Job
+from koushi.plan.command import hardware_of
 from koushi.plan.layouts import is_legal, layout_of, question_of
 from koushi.plan.memory import every_rank
-from koushi.plan.plan import Plan
+from koushi.plan.plan import Plan, plan
+from koushi.plan.workload import of_job
 from koushi.units import bytes_text
 
 ALIKE = 0.01
@@ -46,11 +48,12 @@ def smaller_batch(job: Job, planned: Plan) -> Smaller | None:
     return None
 
 
-def hint(job: Job, planned: Plan) -> str | None:
+def hint(job: Job) -> str | None:
     """Where a dry run of ``job`` takes long because of its many microbatches, what to do about it; else None."""
     if job.microbatches * job.size.n_layers <= MOST_WORK:
         return None
     text = f"all {job.microbatches} microbatches are run, and the time grows with them"
+    planned = plan(of_job(job), hardware_of(job))
     found = smaller_batch(job, planned)
     if found is None:
         return text

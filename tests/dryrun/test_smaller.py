@@ -43,13 +43,13 @@ def test_the_smaller_batch_holds_as_much(tmp_path: Path, layout: list[str]) -> N
 def test_few_microbatches_need_no_hint(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, MANY)
     assert job.microbatches * job.size.n_layers < MOST_WORK
-    assert hint(job, planned(job)) is None
+    assert hint(job) is None
 
 
 def test_stages_hold_more_with_every_microbatch(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "training.global_batch_size=512", "--pp", "2")
     assert smaller_batch(job, planned(job)) is None
-    assert hint(job, planned(job)) == f"all {job.microbatches} microbatches are run, and the time grows with them"
+    assert hint(job) == f"all {job.microbatches} microbatches are run, and the time grows with them"
 
 
 def test_it_is_said_at_the_start_though_stderr_is_no_terminal(
