@@ -25,7 +25,7 @@ test: lint
 	$(BIN)/python -m pytest -m "not long"
 
 test-long: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long --durations=30
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
