@@ -116,6 +116,15 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert ("--tp" in out) is reads_run_files
 
 
+def test_the_list_of_commands_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("--help") == 0
+    listed = " ".join(capsys.readouterr().out.partition("Commands:\n")[2].split())
+    assert "..." not in listed
+    for name, command in commands.commands.items():
+        first = " ".join((command.help or "").split()).partition(". ")[0].rstrip(".")
+        assert f"{name} {first}." in listed
+
+
 @pytest.mark.parametrize("name", ["from-hf", "to-hf"])
 def test_both_ways_of_convert_have_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended("convert", name, "--help") == 0

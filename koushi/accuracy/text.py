@@ -199,8 +199,10 @@ def report(
     scores: Sequence[SourceScore], ran: Sequence[Scored], left_out: Sequence[LeftOut], failed: Sequence[Scored]
 ) -> str:
     """The whole report."""
+    spoiled = sum(one.run.spoiled is not None for one in ran)
+    partly = f" ({spoiled} of them not scored for time: the last table)" if spoiled else ""
     pieces = [
-        f"{counted(len(ran), 'run')} planned, {counted(len(left_out), 'row')} left out, "
+        f"{counted(len(ran), 'run')} planned{partly}, {counted(len(left_out), 'row')} left out, "
         f"{counted(len(failed), 'failed run')} planned",
         table(scores),
     ]

@@ -25,6 +25,8 @@ RENAMED = {"--node-size": "--gpus-per-node"}
 """Options that had another name, which still works."""
 MAY_BE_EMPTY = frozenset({"--prompt"})
 """Options that mean something without a word: of some models a text that has not begun."""
+WHOLE = 1000
+"""Characters that no first sentence of a command's help reaches."""
 
 
 @contextmanager
@@ -170,6 +172,13 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         with piped():
             return super().invoke(ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Every command with the whole of its first sentence, which click cuts to what one line has room for."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, self.commands[name].get_short_help_str(WHOLE)) for name in sorted(self.commands)]
+            )
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

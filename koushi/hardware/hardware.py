@@ -21,7 +21,9 @@ from koushi.hardware.ranges import ANY_OF, DTYPES, PEAK, RANGES, Range
 
 DATA = Path(__file__).parent / "data"
 HARDWARE_FILE = Kind("a hardware file", "keys are needed, such as `name: my-device`; the shipped files are examples")
-
+MISSING_KEY = "is missing"
+MUCH = 5
+"""Keys that are missing, from which on a file is told what to begin with."""
 
 Device = Literal["cpu", "gpu"]
 
@@ -184,6 +186,11 @@ def read_file(path: Path) -> Hardware:
     hardware = _made(Hardware, tree.branch, "", Place.in_file(path), problems)
     if isinstance(hardware, Hardware):
         problems += _of_links(hardware, tree.branch)
+    if sum(one.what == MISSING_KEY for one in problems) >= MUCH:
+        start = (
+            "begin with `koushi hardware h100 > mine.yaml`, and change what differs; docs/hardware.md has every key"
+        )
+        problems.append(Problem(str(path), "", "leaves out much of a hardware file", start))
     if problems:
         raise ConfigError(problems)
     assert isinstance(hardware, Hardware), "a file without problems describes a whole"
@@ -237,7 +244,7 @@ def _made(kind: Any, branch: Branch, prefix: str, place: Place, problems: list[P
         if key in branch:
             values[key] = _value(hint, branch[key], prefix + key, problems)
         elif key not in optional:
-            problems.append(Problem(place.text, prefix + key, "is missing", _needed(hint, prefix + key)))
+            problems.append(Problem(place.text, prefix + key, MISSING_KEY, _needed(hint, prefix + key)))
     return None if problems else kind(**values)
 
 
