@@ -47,11 +47,11 @@ def rank_lines(job: Job, one: RankClass, trace: RankTrace) -> Iterator[str]:
     flops = ", ".join(f"{count_text(count)} in {phase}" for phase, count in trace.flops.items())
     yield f"  FLOPs       {count_text(sum(trace.flops.values()))}: {flops}"
     yield "  parameters  " + ", ".join(f"{name} {shape}" for name, shape in _shapes(trace.shapes).items())
-    yield f"  collectives {'sub-mesh':<22}{'operation':<16}{'phase':<11}{'dtype':<10}{'bytes':>12}{'calls':>8}"
+    yield f"  collectives {'sub-mesh':<22}{'operation':<16}{'phase':<11}{'dtype':<10}{'bytes a call':>14}{'calls':>8}"
     for collective, calls in sorted(trace.traffic.items()):
         yield (
             f"              {collective.submesh:<22}{collective.operation:<16}{collective.phase:<11}"
-            f"{collective.dtype:<10}{bytes_text(collective.bytes):>12}{calls:>8}"
+            f"{collective.dtype:<10}{bytes_text(collective.bytes):>14}{calls:>8}"
         )
 
 

@@ -187,9 +187,7 @@ def read_file(path: Path) -> Hardware:
     if isinstance(hardware, Hardware):
         problems += _of_links(hardware, tree.branch)
     if sum(one.what == MISSING_KEY for one in problems) >= MUCH:
-        start = (
-            "begin with `koushi hardware h100 > mine.yaml`, and change what differs; docs/hardware.md has every key"
-        )
+        start = "begin with `koushi hardware h100 > mine.yaml`, and change what differs; docs/hardware.md has every key"
         problems.append(Problem(str(path), "", "leaves out much of a hardware file", start))
     if problems:
         raise ConfigError(problems)

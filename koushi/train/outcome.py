@@ -116,17 +116,19 @@ class MemoryUse:
 def compared(predicted: dict[str, Any], step_seconds: float, found: MemoryUse) -> str:
     """For people: a step and the fullest rank's memory in the words of ``koushi plan``."""
     step = (seconds_text(predicted["step_seconds"]), seconds_text(step_seconds), "the median, without the first")
-    memory = [
+    memory: list[tuple[str, float | None, float | None, str]] = [
         ("active", predicted["active_bytes"], found.active, "tensors in use"),
         ("reserved", predicted["memory_bytes"], found.reserved, "with what torch's allocator cannot hand out"),
         ("device", predicted["device_bytes"], found.device, "with the driver and communicators: what nvidia-smi shows"),
     ]
-    if found.resident:
-        what = "tensors, against all that the process took after its start: Python's and gloo's too"
-        memory = [("device", predicted["device_bytes"], found.grown, what)]
-    rows = [("step", *step), *((name, bytes_text(was), bytes_text(one), what) for name, was, one, what in memory)]
-    if found.resident:
-        rows.append(("resident", "", bytes_text(found.resident), "the whole process, as the lines of the steps say"))
+    if found.resident:  # two things, of which neither is told of the other
+        memory = [
+            ("tensors", predicted["device_bytes"], None, "which nothing counts on a CPU"),
+            ("grown", None, found.grown, "all that the process took after its start: Python's and gloo's too"),
+            ("resident", None, found.resident, "the whole process, as the lines of the steps say"),
+        ]
+    sizes = [(name, *("" if one is None else bytes_text(one) for one in pair), what) for name, *pair, what in memory]
+    rows = [("step", *step), *sizes]
     head = f"{'':<11} {'predicted':>11} {'measured':>11}  for {predicted['hardware']}, memory of the fullest rank"
     return "\n".join([head, *(f"  {name:<9} {was:>11} {one:>11}  {what}" for name, was, one, what in rows)])
 

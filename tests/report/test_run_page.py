@@ -63,7 +63,7 @@ def test_the_page_shows_what_was_predicted_against_what_was_measured(browser: Br
     text = opened.page.inner_text("body")
     assert "2.0s\na step (median)" in text, "the first step, which makes what is made once, does not count"
     assert "1.0s\t2.0s\t2.00" in text
-    assert "4.00 MiB\t5.00 MiB\t1.25" in text
+    assert "4.00 MiB\t5.00 MiB\t\n" in text, "tensors, and a process"
     assert "not measured: debug.audit was off" in text
     ranks = opened.page.locator("section").last.inner_text()
     assert ranks.index("dp_shard=1") < ranks.index("dp_shard=0"), "the rank that waited least comes first"
@@ -73,6 +73,12 @@ def test_the_page_shows_what_was_predicted_against_what_was_measured(browser: Br
     assert opened.problems == [] and opened.requests == [path.as_uri()]
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 1280
     opened.page.close()
+
+
+def test_memory_of_a_gpu_is_told_as_a_share_of_what_was_predicted(folder: Path) -> None:
+    path = folder / "predicted.json"
+    write(path, json.loads(path.read_text(encoding="utf-8")) | {"hardware": "h100-sxm-80gb", "device": "gpu"})
+    assert '<td class="n">4.00 MiB</td><td class="n">5.00 MiB</td><td class="n">1.25</td>' in run_page(read_run(folder))
 
 
 def test_a_run_with_metrics_alone_has_a_page(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,11 +37,11 @@ def test_a_run_is_held_against_its_plan(tmp_path: Path) -> None:
     assert all(memory > 0 for memory in row["memory_bytes"])
     lines = [line.split() for line in found.stdout.splitlines()]
     assert ["predicted", "measured", "for", "cpu,", "memory", "of", "the", "fullest", "rank"] in lines
-    step, device, resident = lines[-4:-1]
+    step, tensors, grown, resident = lines[-5:-1]
     assert step[:2] == ["step", f"{said['step_seconds']:.1f}s"]
-    assert device[:3] == ["device", *bytes_text(said["device_bytes"]).split()]
-    assert device[3:5] == bytes_text(max(row["memory_bytes"])).split()
-    assert resident[0] == "resident" and float(resident[1]) > float(device[3])
+    assert tensors[:3] == ["tensors", *bytes_text(said["device_bytes"]).split()]
+    assert grown[:3] == ["grown", *bytes_text(max(row["memory_bytes"])).split()]
+    assert resident[0] == "resident" and float(resident[1]) > float(grown[1])
     assert "collectives" in found.stdout and "as predicted" in found.stdout
 
 
@@ -71,6 +72,8 @@ def test_a_gpu_is_told_in_the_three_figures_of_a_plan(tmp_path: Path) -> None:
 def test_a_cpu_is_told_what_the_process_took(tmp_path: Path) -> None:
     found = MemoryUse.of(torch.device("cpu"), before=1000)
     assert found.resident - found.grown == 1000 and not (found.active or found.reserved or found.device)
-    lines = compared(predicted(tiny_job(tmp_path), load("cpu")), 2.0, found).splitlines()
-    assert [line.split()[0] for line in lines] == ["predicted", "step", "device", "resident"]
-    assert bytes_text(found.grown) in lines[2] and bytes_text(found.resident) in lines[3]
+    said = predicted(tiny_job(tmp_path), load("cpu"))
+    lines = compared(said, 2.0, found).splitlines()
+    assert [line.split()[0] for line in lines] == ["predicted", "step", "tensors", "grown", "resident"]
+    for line, size in zip(lines[2:], (said["device_bytes"], found.grown, found.resident), strict=True):
+        assert re.findall(r"[\d.]+ \w?i?B", line) == [bytes_text(size)], "predicted or measured, not both"

@@ -116,7 +116,8 @@ def _against(run: Measured) -> str:
     memory = _most_memory(run)
     if memory is not None:
         name = said("highest memory of a rank", "ランクの最大メモリ")
-        rows.append(_compared(name, run.predicted["memory_bytes"], memory, bytes_text))
+        alike = run.predicted["device"] != "cpu"
+        rows.append(_compared(name, run.predicted["memory_bytes"], memory, bytes_text, alike=alike))
     for submesh, sent in run.predicted["bytes"].items():
         found = (run.ranks or {}).get("bytes", {}).get(submesh)
         name = f"{escape(submesh)}: " + said("bytes that rank 0 sends in a step", "1 ステップにランク 0 が送るバイト")
@@ -139,11 +140,14 @@ def _against(run: Measured) -> str:
     return f'<section>{title}<p class="hint">{note}</p><table><tr>{head}</tr>{"".join(rows)}</table></section>'
 
 
-def _compared(name: str, predicted: float, measured: float | None, text: Callable[[float], str]) -> str:
+def _compared(
+    name: str, predicted: float, measured: float | None, text: Callable[[float], str], *, alike: bool = True
+) -> str:
+    """A row; of two figures that are not ``alike`` none is told as a share of the other."""
     if measured is None:
         found, ratio = said("not measured: debug.audit was off", "未計測。debug.audit が off"), ""
     else:
-        found, ratio = text(measured), f"{measured / predicted:.2f}" if predicted > 1e-30 else ""
+        found, ratio = text(measured), f"{measured / predicted:.2f}" if alike and predicted > 1e-30 else ""
     numbers = "".join(f'<td class="n">{one}</td>' for one in (text(predicted), found, ratio))
     return f"<tr><td>{name}</td>{numbers}</tr>"
 
