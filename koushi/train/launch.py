@@ -22,7 +22,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -226,8 +225,7 @@ def _launch_config(job: Job, port: int, start_method: str, max_restarts: int) ->
 
 def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int) -> None:
     """The whole life of a local rank."""
-    as_forked()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    as_forked(parent)
     torch.set_num_threads(threads)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     try:
@@ -255,13 +253,6 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
         sys.stderr.flush()
         # Destructors of a broken process group may wait for peers for ever.
         os._exit(1)
-
-
-def _end_with(parent: int) -> None:
-    """Kill this process once ``parent`` is gone, however it went."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _store() -> TCPStore:

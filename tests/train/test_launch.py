@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from processes import PATIENCE, await_true, gone
 
 from koushi.errors import RankFailure, Stopped, TrainingError
 from koushi.job import Job
@@ -28,7 +29,6 @@ from koushi.train import launch as launching
 from koushi.train.launch import launch
 
 CASES = Path(cases.__file__)
-PATIENCE = 60
 
 
 _strike: list[tuple[int, signal.Signals]] = []
@@ -45,20 +45,6 @@ def _strike_at_fork() -> None:
 
 
 os.register_at_fork(after_in_parent=_strike_at_fork)
-
-
-def gone(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def await_true(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"in {PATIENCE} s not: {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -259,6 +245,8 @@ def test_a_signal_ends_every_rank(tmp_path: Path, number: signal.Signals, to_the
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     with hanging_run(tmp_path) as run:
         ranks = pids(run, tmp_path, 4)
+        if sys.platform == "linux":
+            os.kill(ranks[1], signal.SIGSTOP)
         run.kill()
         run.wait(PATIENCE)
         await_true(lambda: all(gone(rank) for rank in ranks), "every rank gone")
