@@ -15,6 +15,8 @@ from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from koushi.signals import not_ignored
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl (https://man7.org/linux/man-pages/man2/pr_set_pdeathsig.2const.html)."""
@@ -33,7 +35,7 @@ def forks() -> Iterator[None]:
 def as_forked(parent: int) -> None:
     """The parent's Python handlers would never run while a collective waits: signals end this process, and so does the
     end of ``parent``, however it comes."""
-    for number in SIGNALS:
+    for number in not_ignored(SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     if not _killed_by_kernel():
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
@@ -78,8 +80,8 @@ def _signals_held() -> Iterator[None]:
             start(process)  # handlers run elsewhere
             return
         came: list[int] = []
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number in SIGNALS:
+        before = {number: signal.getsignal(number) for number in not_ignored(SIGNALS)}
+        for number in before:
             signal.signal(number, lambda number, frame: came.append(number))
         try:
             start(process)

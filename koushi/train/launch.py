@@ -39,6 +39,7 @@ from koushi.errors import RankFailure, RunRefused, Stopped, TrainingError
 from koushi.job import Job
 from koushi.parallel.arrivals import ARRIVALS
 from koushi.parallel.device_mesh import resolve_device
+from koushi.signals import heard
 from koushi.train.failures import (
     failure_text,
     lost_peer,
@@ -60,6 +61,9 @@ GRACE = 5
 """Seconds between asking a process to end and killing it, and for which a rank that lost a peer stays
 alive, so that the parent sees the peer's end first."""
 POLL = 0.05
+KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
+NONE = "none"
+"""The signals that elastic is to handle itself: its handler raises whatever else is being handled."""
 _parallel_here = threading.Event()
 """Set once a worker has run in this process: with its OpenMP pool lost by fork, a rank that wanted several
 threads would wait for ever."""
@@ -141,8 +145,22 @@ def _lone_rank(port: int) -> dict[str, str]:
 
 
 def _start_world(worker: Worker, job: Job, max_restarts: int) -> None:
+    """The first signal is passed on to the ranks by elastic; one from the keyboard that follows kills them."""
+    others = set(multiprocessing.active_children())
+
+    def first(number: signal.Signals) -> None:
+        raise SignalException(number.name, sigval=number)
+
+    def again(number: signal.Signals) -> None:
+        if number in KEYBOARD:
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+
     try:
-        _run_world(worker, job, max_restarts)
+        with heard(SIGNALS, first, again):
+            _run_world(worker, job, max_restarts)
+    except SignalException as error:
+        raise Stopped(error.sigval, error.sigval.name) from None
     except OSError as error:
         raise TrainingError(f"cannot start {job.mesh.world_size} ranks: {_in_words(error)}") from error
 
@@ -170,13 +188,12 @@ def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
     variables = _local_variables() | {
         "OMP_NUM_THREADS": str(per_rank),
         "OMP_WAIT_POLICY": "passive",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": NONE,
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="koushi-")))
         stack.enter_context(_environment(variables))
         store = _store()
-        stack.enter_context(_signals_restored())
         stack.enter_context(_elastic_quiet())
         stack.enter_context(_no_orphans())
         stack.enter_context(forks())
@@ -190,10 +207,6 @@ def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
             rank, failure = error.get_first_failure()
             text = failure_text(job.mesh, read_reports(folder / str(max_restarts)), rank, failure.exitcode)
             raise RankFailure(text + _why_aborted(job, folder / f"book-{max_restarts}", failure.exitcode)) from None
-        except SignalException as error:
-            raise Stopped(error.sigval, error.sigval.name) from None
-        except KeyboardInterrupt:
-            raise Stopped(signal.SIGINT, "SIGINT") from None
 
 
 def _why_aborted(job: Job, books: Path, code: int) -> str:
@@ -218,6 +231,7 @@ def _launch_config(job: Job, port: int, start_method: str, max_restarts: int) ->
         max_restarts=max_restarts,
         monitor_interval=POLL,
         start_method=start_method,
+        signals_to_handle=NONE,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         shutdown_timeout=math.ceil(job.config.run.grace) if saves else GRACE,
     )
@@ -310,18 +324,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Elastic sets handlers and leaves them."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextmanager

@@ -54,6 +54,14 @@ def no_orphans() -> Iterator[None]:
     assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == [], "processes outlived the launch"
 
 
+@pytest.fixture(autouse=True)
+def hang_ups_are_heard() -> Iterator[None]:
+    """Also where nohup runs these tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def failure(worker: Callable[[Job], None], job: Job) -> str:
     with pytest.raises(RankFailure) as caught:
         launch(worker, job)
@@ -240,6 +248,28 @@ def test_a_signal_ends_every_rank(tmp_path: Path, number: signal.Signals, to_the
         assert run.returncode == code, errors
         assert errors == f"stopped by {number.name}\n"
         assert all(gone(rank) for rank in ranks)
+
+
+def test_a_run_under_nohup_does_not_hear_its_terminal_close(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launch(cases.hang_up, cases.make_job(tmp_path, tp=2))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert {(tmp_path / f"after-{rank}").read_text() for rank in range(2)} == {"still there"}
+
+
+@pytest.mark.long
+def test_a_signal_at_any_moment_of_an_end_does_no_harm(tmp_path: Path) -> None:
+    """Each of these runs has a second signal from the keyboard some Python lines after the first."""
+    command = [sys.executable, str(CASES.with_name("strike.py")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    ends = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    assert len(ends) > 5, "too few moments were tried"
+    for lines, code, errors in ends:
+        assert int(code) in (128 + signal.SIGINT, -signal.SIGINT), (lines, errors)
+        assert errors in ("stopped by SIGINT", ""), (lines, code)
 
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
