@@ -16,7 +16,6 @@ import logging
 import math
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import sys
@@ -51,6 +50,7 @@ from koushi.train.failures import (
 )
 from koushi.train.forking import SIGNALS, as_forked, await_all, forks
 from koushi.train.inquiry import end_processes, inquest, inquire, timed_out
+from koushi.train.open_files import out_of_files, raise_limit
 from koushi.train.stopping import sleep_unless_requested
 
 Worker = Callable[[Job], None]
@@ -116,6 +116,7 @@ def _run_joined(worker: Worker, job: Job) -> None:
 
 
 def _run_alone(worker: Worker, job: Job) -> None:
+    raise_limit(1)
     _parallel_here.set()
     with ExitStack() as stack:
         stack.enter_context(_environment(_local_variables()))
@@ -166,11 +167,9 @@ def _start_world(worker: Worker, job: Job, max_restarts: int) -> None:
 
 
 def _in_words(error: OSError) -> str:
-    where = {
-        errno.EMFILE: "; this process may open no more (ulimit -n)",
-        errno.ENOSPC: f"; temporary files go to {tempfile.gettempdir()} (TMPDIR)",
-    }
-    return f"{error}{where.get(error.errno or 0, '')}"
+    if error.errno == errno.ENOSPC:
+        return f"{error}; temporary files go to {tempfile.gettempdir()} (TMPDIR)"
+    return out_of_files(error) or str(error)
 
 
 def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
@@ -181,6 +180,7 @@ def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
             f"the mesh {job.mesh} has {world} ranks but this machine has {torch.cuda.device_count()} CUDA devices; "
             f"use torchrun on more machines, smaller degrees, or run.device: cpu"
         )
+    raise_limit(world)
     threads = torch.get_num_threads()
     per_rank = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // world)
     if _parallel_here.is_set():
@@ -199,7 +199,6 @@ def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
         stack.enter_context(forks())
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
-        _raise_file_limit(world)
         config = _launch_config(job, store.port, "spawn" if device == "cuda" else "fork", max_restarts)
         try:
             elastic_launch(config, _rank_main)(worker, job, folder, per_rank, os.getpid())
@@ -300,16 +299,6 @@ def _local_variables() -> dict[str, str]:
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
-
-
-def _raise_file_limit(world: int) -> None:
-    """Let processes open enough sockets and pipes: the parent a few per rank, a rank some per peer and group."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1024 + 16 * world
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager
