@@ -12,8 +12,8 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Literal, NoReturn, TextIO
 
 import click
@@ -23,6 +23,7 @@ from koushi.commands import plans, see, start
 from koushi.commands.group import Choice, Commands, RunFileCommand, Whole, importing, piped, split, world_option
 from koushi.errors import KoushiError, RankFailure, ReaderGone, Stopped
 from koushi.output import reader_gone
+from koushi.signals import heard, no_longer_raised
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -262,30 +263,56 @@ for _command in (
     commands.add_command(_command)
 
 
+_said: list[str] = []
+"""What the process has said of its end."""
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and end the process with its exit code."""
-    before = signal.getsignal(signal.SIGTERM)
-    if "RANK" not in os.environ:  # a rank of torchrun's may wait in native code, where no handler runs
-        signal.signal(signal.SIGTERM, _stop)
+    """Run the command line, by default the process's own, and end the process with its exit code."""
+    _said.clear()
+    with _listening(to_the_end=arguments is None):
+        try:
+            code = _flushed(arguments)
+            no_longer_raised()
+        except KeyboardInterrupt:
+            code = _told(Stopped(signal.SIGINT, "SIGINT"))
+        except Stopped as stopped:
+            code = _told(stopped)
+    sys.exit(code)
+
+
+def _listening(to_the_end: bool) -> AbstractContextManager[None]:
+    """Inside, the first SIGINT or SIGTERM is an exception. Outside, where Python would show its traceback as it ends,
+    SIGINT ends the process if nothing else follows."""
+    if "RANK" in os.environ:  # a rank of torchrun's may wait in native code, where no handler runs
+        return nullcontext()
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+        if to_the_end:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return heard(numbers, _stop, _end)
+
+
+def _flushed(arguments: Sequence[str] | None) -> int:
+    """The exit code, once all that the command printed is written."""
     try:
         with piped():
             code = _run(arguments)
             if sys.stdout is not None:  # closed by the caller
                 sys.stdout.flush()
+            return code
     except ReaderGone as gone:
         # Python would complain once more when it flushes at exit.
         _leave(sys.stdout)
         _leave(sys.stderr)
-        code = gone.exit_code
+        return gone.exit_code
     except OSError as error:
         if not _of_stdout(error):
             raise
         _leave(sys.stdout)
         click.echo(f"cannot write to standard output: {error.strerror}", err=True)
-        code = 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    sys.exit(code)
+        return 1
 
 
 def _leave(stream: TextIO | None) -> None:
@@ -306,9 +333,19 @@ def _of_stdout(error: OSError) -> bool:
     return False
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
+def _stop(number: signal.Signals) -> None:
     """A process that is asked to end says so."""
-    raise Stopped(number, signal.Signals(number).name)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise Stopped(number, number.name)
+
+
+def _end(number: signal.Signals) -> None:
+    """A process that is asked once more ends where it is."""
+    if not _said:
+        with suppress(OSError):
+            os.write(2, f"stopped by {number.name}\n".encode())
+    os._exit(128 + number)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -318,17 +355,24 @@ def _run(arguments: Sequence[str] | None) -> int:
     except ReaderGone:
         raise
     except KoushiError as error:
-        _tell_torchrun(str(error))
-        # Wrong input is wrong for every rank of a node: one of those that torchrun started says so.
-        if str(error) and (error.exit_code != 2 or os.environ.get("LOCAL_RANK", "0") == "0"):
-            click.echo(str(error), err=True)
-        return ReaderGone.exit_code if isinstance(error, RankFailure) and reader_gone() else error.exit_code
+        return _told(error)
     except (click.Abort, KeyboardInterrupt):
-        return 130
+        return _told(Stopped(signal.SIGINT, "SIGINT"))
     except click.ClickException as error:
         _tell_torchrun(error.format_message())
         error.show()
         return error.exit_code
+
+
+def _told(error: KoushiError) -> int:
+    """The exit code of ``error``, which is said."""
+    text = str(error)
+    _said.append(text)
+    _tell_torchrun(text)
+    # Wrong input is wrong for every rank of a node: one of those that torchrun started says so.
+    if text and (error.exit_code != 2 or os.environ.get("LOCAL_RANK", "0") == "0"):
+        click.echo(text, err=True)
+    return ReaderGone.exit_code if isinstance(error, RankFailure) and reader_gone() else error.exit_code
 
 
 def _tell_torchrun(text: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "koushi"
 
 LAYERS: dict[int, tuple[str, ...]] = {
-    0: ("errors", "units", "output"),
+    0: ("errors", "units", "output", "signals"),
     1: ("config",),
     2: ("mesh", "layout", "schedules", "traffic", "hardware"),
     3: ("models", "data", "optim", "loss", "plan", "job", "run_folder", "check"),
@@ -33,6 +33,7 @@ WITHOUT_TORCH = (
     "errors",
     "units",
     "output",
+    "signals",
     "config",
     "mesh",
     "layout",

@@ -187,7 +187,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(
 ) -> None:
     stop(monkeypatch, KeyboardInterrupt())
     assert ended("train", DEBUG) == 130
-    assert capsys.readouterr().err.strip() == ""
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
 
 
 def test_sigterm_before_training_ends_with_143_and_says_so(

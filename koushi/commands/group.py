@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
+from signal import SIGINT
 from typing import Any, TypeVar
 
 import click
 
 from koushi.config.overrides import SHORT, parse, split_run_path
 from koushi.config.spelling import nearest
-from koushi.errors import ReaderGone
+from koushi.errors import ReaderGone, Stopped
 from koushi.output import reader_gone
 from koushi.report.words import encodable
 
@@ -170,8 +171,12 @@ class Commands(click.Group):
             return super().make_context(*arguments, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with piped():
-            return super().invoke(ctx)
+        """Ctrl-C is told as any signal is: click would answer it with an empty line."""
+        try:
+            with piped():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Stopped(SIGINT, "SIGINT") from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Every command with the whole of its first sentence, which click cuts to what one line has room for."""

@@ -75,7 +75,7 @@ def _start(
     work: Callable[[Item], Result], index: int, item: Item, running: dict[Connection, tuple[int, BaseProcess]]
 ) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(work, item, theirs))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(work, item, theirs, os.getpid()))
     running[ours] = index, process  # known before it is there: a signal may come as it starts
     process.start()
     theirs.close()
@@ -96,8 +96,8 @@ def _receive(end: Connection, process: BaseProcess) -> Result:  # type: ignore[t
     return result
 
 
-def _child(work: Callable[[Item], Result], item: Item, end: Connection) -> None:
-    as_forked()
+def _child(work: Callable[[Item], Result], item: Item, end: Connection, parent: int) -> None:
+    as_forked(parent)
     torch.set_num_threads(1)  # of the parent's pool no thread has come along
     _watching.clear()
     try:

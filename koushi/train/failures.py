@@ -22,6 +22,7 @@ from koushi.errors import KoushiError
 from koushi.mesh import MeshSpec
 from koushi.output import reader_gone
 from koushi.train.inquiry import Finding
+from koushi.train.open_files import out_of_files
 
 LOST_PEER = (
     "closed by peer",
@@ -80,6 +81,8 @@ def report(rank: int, error: BaseException) -> Report:
         headline, details = str(error), ""
     elif isinstance(error, BrokenPipeError) and reader_gone():
         headline, details = "nothing reads the run's output any more", ""
+    elif out := out_of_files(error):
+        headline, details = out, ""
     else:
         inner = error.__traceback__.tb_next if error.__traceback__ else None
         details = "".join(traceback.format_exception(error.with_traceback(inner))).rstrip()

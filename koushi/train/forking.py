@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,11 @@ from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from koushi.signals import not_ignored
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux's prctl (https://man7.org/linux/man-pages/man2/pr_set_pdeathsig.2const.html)."""
 START_POLL = 0.0005
 """Seconds between a rank's looks whether all have started, for each rank of the world: as many in all for a large
 world as for a small one."""
@@ -21,15 +27,33 @@ world as for a small one."""
 
 @contextmanager
 def forks() -> Iterator[None]:
-    """Inside, processes may be forked; each calls ``as_forked`` first."""
+    """Inside, processes may be forked; each calls ``as_forked`` first. The thread that forks them outlives them."""
     with _garbage_frozen(), _signals_held():
         yield
 
 
-def as_forked() -> None:
-    """The parent's Python handlers would never run while a collective waits: signals end this process."""
-    for number in SIGNALS:
+def as_forked(parent: int) -> None:
+    """The parent's Python handlers would never run while a collective waits: signals end this process, and so does the
+    end of ``parent``, however it comes."""
+    for number in not_ignored(SIGNALS):
         signal.signal(number, signal.SIG_DFL)
+    if not _killed_by_kernel():
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    elif os.getppid() != parent:  # gone before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed_by_kernel() -> bool:
+    """Whether the kernel kills this process as soon as the thread that started it is gone, even one that is stopped."""
+    if sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None).prctl(DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) == 0)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
@@ -56,8 +80,8 @@ def _signals_held() -> Iterator[None]:
             start(process)  # handlers run elsewhere
             return
         came: list[int] = []
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number in SIGNALS:
+        before = {number: signal.getsignal(number) for number in not_ignored(SIGNALS)}
+        for number in before:
             signal.signal(number, lambda number, frame: came.append(number))
         try:
             start(process)

@@ -16,13 +16,11 @@ import logging
 import math
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,6 +38,7 @@ from koushi.errors import RankFailure, RunRefused, Stopped, TrainingError
 from koushi.job import Job
 from koushi.parallel.arrivals import ARRIVALS
 from koushi.parallel.device_mesh import resolve_device
+from koushi.signals import heard
 from koushi.train.failures import (
     failure_text,
     lost_peer,
@@ -51,6 +50,7 @@ from koushi.train.failures import (
 )
 from koushi.train.forking import SIGNALS, as_forked, await_all, forks
 from koushi.train.inquiry import end_processes, inquest, inquire, timed_out
+from koushi.train.open_files import out_of_files, raise_limit
 from koushi.train.stopping import sleep_unless_requested
 
 Worker = Callable[[Job], None]
@@ -61,6 +61,9 @@ GRACE = 5
 """Seconds between asking a process to end and killing it, and for which a rank that lost a peer stays
 alive, so that the parent sees the peer's end first."""
 POLL = 0.05
+KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
+NONE = "none"
+"""The signals that elastic is to handle itself: its handler raises whatever else is being handled."""
 _parallel_here = threading.Event()
 """Set once a worker has run in this process: with its OpenMP pool lost by fork, a rank that wanted several
 threads would wait for ever."""
@@ -113,6 +116,7 @@ def _run_joined(worker: Worker, job: Job) -> None:
 
 
 def _run_alone(worker: Worker, job: Job) -> None:
+    raise_limit(1)
     _parallel_here.set()
     with ExitStack() as stack:
         stack.enter_context(_environment(_local_variables()))
@@ -142,18 +146,30 @@ def _lone_rank(port: int) -> dict[str, str]:
 
 
 def _start_world(worker: Worker, job: Job, max_restarts: int) -> None:
+    """The first signal is passed on to the ranks by elastic; one from the keyboard that follows kills them."""
+    others = set(multiprocessing.active_children())
+
+    def first(number: signal.Signals) -> None:
+        raise SignalException(number.name, sigval=number)
+
+    def again(number: signal.Signals) -> None:
+        if number in KEYBOARD:
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+
     try:
-        _run_world(worker, job, max_restarts)
+        with heard(SIGNALS, first, again):
+            _run_world(worker, job, max_restarts)
+    except SignalException as error:
+        raise Stopped(error.sigval, error.sigval.name) from None
     except OSError as error:
         raise TrainingError(f"cannot start {job.mesh.world_size} ranks: {_in_words(error)}") from error
 
 
 def _in_words(error: OSError) -> str:
-    where = {
-        errno.EMFILE: "; this process may open no more (ulimit -n)",
-        errno.ENOSPC: f"; temporary files go to {tempfile.gettempdir()} (TMPDIR)",
-    }
-    return f"{error}{where.get(error.errno or 0, '')}"
+    if error.errno == errno.ENOSPC:
+        return f"{error}; temporary files go to {tempfile.gettempdir()} (TMPDIR)"
+    return out_of_files(error) or str(error)
 
 
 def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
@@ -164,6 +180,7 @@ def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
             f"the mesh {job.mesh} has {world} ranks but this machine has {torch.cuda.device_count()} CUDA devices; "
             f"use torchrun on more machines, smaller degrees, or run.device: cpu"
         )
+    raise_limit(world)
     threads = torch.get_num_threads()
     per_rank = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // world)
     if _parallel_here.is_set():
@@ -171,19 +188,17 @@ def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
     variables = _local_variables() | {
         "OMP_NUM_THREADS": str(per_rank),
         "OMP_WAIT_POLICY": "passive",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": NONE,
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="koushi-")))
         stack.enter_context(_environment(variables))
         store = _store()
-        stack.enter_context(_signals_restored())
         stack.enter_context(_elastic_quiet())
         stack.enter_context(_no_orphans())
         stack.enter_context(forks())
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
-        _raise_file_limit(world)
         config = _launch_config(job, store.port, "spawn" if device == "cuda" else "fork", max_restarts)
         try:
             elastic_launch(config, _rank_main)(worker, job, folder, per_rank, os.getpid())
@@ -191,10 +206,6 @@ def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
             rank, failure = error.get_first_failure()
             text = failure_text(job.mesh, read_reports(folder / str(max_restarts)), rank, failure.exitcode)
             raise RankFailure(text + _why_aborted(job, folder / f"book-{max_restarts}", failure.exitcode)) from None
-        except SignalException as error:
-            raise Stopped(error.sigval, error.sigval.name) from None
-        except KeyboardInterrupt:
-            raise Stopped(signal.SIGINT, "SIGINT") from None
 
 
 def _why_aborted(job: Job, books: Path, code: int) -> str:
@@ -219,6 +230,7 @@ def _launch_config(job: Job, port: int, start_method: str, max_restarts: int) ->
         max_restarts=max_restarts,
         monitor_interval=POLL,
         start_method=start_method,
+        signals_to_handle=NONE,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         shutdown_timeout=math.ceil(job.config.run.grace) if saves else GRACE,
     )
@@ -226,8 +238,7 @@ def _launch_config(job: Job, port: int, start_method: str, max_restarts: int) ->
 
 def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int) -> None:
     """The whole life of a local rank."""
-    as_forked()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    as_forked(parent)
     torch.set_num_threads(threads)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     try:
@@ -255,13 +266,6 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
         sys.stderr.flush()
         # Destructors of a broken process group may wait for peers for ever.
         os._exit(1)
-
-
-def _end_with(parent: int) -> None:
-    """Kill this process once ``parent`` is gone, however it went."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _store() -> TCPStore:
@@ -297,16 +301,6 @@ def _local_variables() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
-def _raise_file_limit(world: int) -> None:
-    """Let processes open enough sockets and pipes: the parent a few per rank, a rank some per peer and group."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1024 + 16 * world
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
@@ -319,18 +313,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Elastic sets handlers and leaves them."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextmanager

@@ -90,17 +90,23 @@ def test_rules_read_the_sizes_of_the_folder(problems: Problems) -> None:
 
 def test_everything_wrong_with_the_folder_is_told_once(problems: Problems, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "mlp_bias": True, "model_type": "gpt2"}))
+    (folder / "config.json").write_text(json.dumps({**config, "mlp_bias": True, "hidden_act": "gelu"}))
     (folder / "model.safetensors").write_bytes(b"12345678901234567890")
     found = problems("model: {hf: models/tiny}\ntraining: {steps: no}\n")
     assert [(one.where, one.key) for one in found] == [("run.yaml:1:13", "model.hf")] * 3 + [
         ("run.yaml:2:19", "training.steps")
     ]
     assert [one.what.partition(": ")[2].split(";")[0] for one in found[:3]] == [
-        "model_type is 'gpt2'",
+        "hidden_act is 'gelu'",
         "mlp_bias is True",
         "is truncated, or no safetensors file (20 bytes)",
     ]
+
+
+def test_of_another_architecture_nothing_else_is_told(problems: Problems, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    (found,) = problems("model: {hf: models/tiny}\n")
+    assert "architectures is ['GPT2LMHeadModel'] and model_type 'gpt2'; only LlamaForCausalLM" in str(found)
 
 
 def test_a_folder_that_is_not_there(problems: Problems, folder: Path) -> None:

@@ -3,8 +3,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
+from processes import await_true, gone
 
 from koushi.dryrun.forks import in_forks, watched
 from koushi.errors import RankFailure
@@ -43,6 +46,23 @@ def killed(item: int) -> int:
 def test_a_killed_process_is_told() -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
         in_forks(killed, [0])
+
+
+def left_alone(file: Path) -> None:
+    file.write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def leaving(file: Path) -> None:
+    in_forks(left_alone, [file])
+
+
+def test_none_outlives_a_killed_process_that_started_it(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="exit code -9"):
+        in_forks(leaving, [tmp_path / "pid"])
+    left = int((tmp_path / "pid").read_text())
+    await_true(lambda: gone(left), "its end")
 
 
 def nested(item: int) -> int:

@@ -77,8 +77,6 @@ def test_rope_is_read_as_either_version_writes_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "mistral"}, "model_type is 'mistral'; only llama is read"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is ['LlamaForSequenceClassification']"),
         ({"attention_bias": True}, "attention_bias is True; only False is computed"),
         ({"mlp_bias": True}, "mlp_bias is True; only False is computed"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1; only 0 is computed"),
@@ -103,6 +101,25 @@ def test_rope_is_read_as_either_version_writes_it() -> None:
 def test_what_is_not_computed_is_refused(changes: dict[str, Any], reason: str) -> None:
     (found,) = wrong({**CONFIG, **changes})
     assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768},
+            "architectures is ['GPT2LMHeadModel'] and model_type 'gpt2'",
+        ),
+        ({**CONFIG, "model_type": "mistral", "sliding_window": 4096}, "and model_type 'mistral'"),
+        ({**CONFIG, "architectures": ["LlamaForSequenceClassification"]}, "is ['LlamaForSequenceClassification'] and"),
+        ({**CONFIG, "architectures": 3}, "architectures is 3 and model_type 'llama'"),
+        ({}, "architectures is None and model_type None"),
+    ],
+)
+def test_of_another_architecture_nothing_else_is_told(config: dict[str, Any], found: str) -> None:
+    (told,) = wrong(config)
+    assert found in told
+    assert told.endswith("; only LlamaForCausalLM of llama is read")
 
 
 def test_all_reasons_come_at_once() -> None:

@@ -120,6 +120,12 @@ def collect_garbage(job: Job) -> None:
     gc.collect()
 
 
+def hang_up(job: Job) -> None:
+    for process in (os.getppid(), os.getpid()):
+        os.kill(process, signal.SIGHUP)
+    leave(job, "after", "still there")
+
+
 def hang(job: Job) -> None:
     """Rank 0 sleeps in Python, the others in native code, none of them for less than minutes."""
     connect()

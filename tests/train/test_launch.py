@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from processes import PATIENCE, await_true, gone
 
 from koushi.errors import RankFailure, Stopped, TrainingError
 from koushi.job import Job
@@ -28,7 +29,6 @@ from koushi.train import launch as launching
 from koushi.train.launch import launch
 
 CASES = Path(cases.__file__)
-PATIENCE = 60
 
 
 _strike: list[tuple[int, signal.Signals]] = []
@@ -47,25 +47,19 @@ def _strike_at_fork() -> None:
 os.register_at_fork(after_in_parent=_strike_at_fork)
 
 
-def gone(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def await_true(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"in {PATIENCE} s not: {what}"
-        time.sleep(0.05)
-
-
 @pytest.fixture(autouse=True)
 def no_orphans() -> Iterator[None]:
     yield
     left = [child for child in psutil.Process().children(recursive=True) if "resource_tracker" not in str(child)]
     assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == [], "processes outlived the launch"
+
+
+@pytest.fixture(autouse=True)
+def hang_ups_are_heard() -> Iterator[None]:
+    """Also where nohup runs these tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def failure(worker: Callable[[Job], None], job: Job) -> str:
@@ -256,9 +250,33 @@ def test_a_signal_ends_every_rank(tmp_path: Path, number: signal.Signals, to_the
         assert all(gone(rank) for rank in ranks)
 
 
+def test_a_run_under_nohup_does_not_hear_its_terminal_close(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launch(cases.hang_up, cases.make_job(tmp_path, tp=2))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert {(tmp_path / f"after-{rank}").read_text() for rank in range(2)} == {"still there"}
+
+
+@pytest.mark.long
+def test_a_signal_at_any_moment_of_an_end_does_no_harm(tmp_path: Path) -> None:
+    """Each of these runs has a second signal from the keyboard some Python lines after the first."""
+    command = [sys.executable, str(CASES.with_name("strike.py")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    ends = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    assert len(ends) > 5, "too few moments were tried"
+    for lines, code, errors in ends:
+        assert int(code) in (128 + signal.SIGINT, -signal.SIGINT), (lines, errors)
+        assert errors in ("stopped by SIGINT", ""), (lines, code)
+
+
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     with hanging_run(tmp_path) as run:
         ranks = pids(run, tmp_path, 4)
+        if sys.platform == "linux":
+            os.kill(ranks[1], signal.SIGSTOP)
         run.kill()
         run.wait(PATIENCE)
         await_true(lambda: all(gone(rank) for rank in ranks), "every rank gone")

@@ -19,6 +19,8 @@ from koushi.models.hf_folder import CONFIG, Survey, differences, read_object, su
 from koushi.models.llama.layout import EMBEDDING, OUTPUT, parameters
 from koushi.models.llama.sizes import LlamaSize
 
+KIND, ARCHITECTURE = "llama", "LlamaForCausalLM"
+"""``model_type`` and one of ``architectures`` of the models that are read."""
 ENDS = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", OUTPUT: "lm_head.weight"}
 IN_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -47,6 +49,10 @@ def hf_name(name: str) -> str:
 def rotary(name: str) -> bool:
     """Whether the rows of our parameter ``name`` stand in another order there."""
     return name.endswith((".attention.wq.weight", ".attention.wk.weight"))
+
+
+class OtherArchitecture(WeightsError):
+    """A folder of another model than Llama, of which nothing else is told: everything would follow from that."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,8 @@ def check_folder(folder: Path) -> tuple[LlamaSize, Survey]:
     size = None
     try:
         size = read_size(folder)
+    except OtherArchitecture:
+        raise
     except WeightsError as error:
         if not folder.is_dir():
             raise
@@ -112,6 +120,7 @@ def read_size(folder: Path) -> LlamaSize:
 
 def size_of(config: Mapping[str, Any], where: Path) -> LlamaSize:
     """As ``read_size``, of a config.json that has been read from ``where``."""
+    refuse_other_architecture(config, where)
     reader = _Reader(config)
     reader.refuse_what_differs()
     heads = reader.count("num_attention_heads")
@@ -133,6 +142,15 @@ def size_of(config: Mapping[str, Any], where: Path) -> LlamaSize:
     return LlamaSize(**given, tie_embeddings=tied, norm_eps=norm_eps, rope_theta=rope_theta, rope_scaling=rope_scaling)
 
 
+def refuse_other_architecture(config: Mapping[str, Any], where: Path) -> None:
+    """Raises OtherArchitecture."""
+    kind, names = config.get("model_type"), config.get("architectures") or [ARCHITECTURE]
+    if kind == KIND and isinstance(names, list) and ARCHITECTURE in names:
+        return
+    found = f"architectures is {config.get('architectures')!r} and model_type {kind!r}"
+    raise OtherArchitecture([f"{where}: {found}; only {ARCHITECTURE} of {KIND} is read"])
+
+
 class _Reader:
     """Reads a config.json and keeps what is wrong with it. Defaults are those of transformers' LlamaConfig."""
 
@@ -142,12 +160,6 @@ class _Reader:
 
     def refuse_what_differs(self) -> None:
         """What would compute something else than Koushi's Llama."""
-        kind = self.config.get("model_type")
-        if kind != "llama":
-            self.wrong.append(f"model_type is {kind!r}; only llama is read")
-        names = self.config.get("architectures") or ["LlamaForCausalLM"]
-        if "LlamaForCausalLM" not in names:
-            self.wrong.append(f"architectures is {names}; only LlamaForCausalLM is read")
         for key, legal in (
             ("hidden_act", ("silu", "swish")),
             ("attention_bias", (False,)),
@@ -231,8 +243,8 @@ class _Reader:
 def config_of(size: LlamaSize, *, dtype: str, max_seq_len: int, begin_id: int | None, end_id: Any) -> dict[str, Any]:
     """config.json of a Llama of ``size``, as transformers 4 and 5 and what reads their files take it."""
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURE],
+        "model_type": KIND,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": begin_id,
