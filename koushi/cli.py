@@ -77,7 +77,8 @@ def check(world: int | None, arguments: tuple[str, ...]) -> None:
 def train(resume: str | None, max_restarts: int, arguments: tuple[str, ...]) -> None:
     """Train as a run file says, one process per device.
 
-    A run with checkpoints (checkpoint.every) goes on where it ended.
+    A run with checkpoints (checkpoint.every) goes on where it ended, on any layout; one that would compute something
+    else is refused.
 
     \b
     Example:

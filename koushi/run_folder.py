@@ -12,6 +12,8 @@ from koushi.errors import RunRefused
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+RESOLVED = "config.yaml"
+"""The run file with every value filled in."""
 
 
 def run_folder(run: Run, name: str, continues: bool) -> Path:

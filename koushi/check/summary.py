@@ -59,8 +59,8 @@ def _batch(job: Job) -> list[str]:
     split = job.mesh.degree("dp_replicate", "dp_shard")
     tokens = training.global_batch_size * training.seq_len
     batch = (
-        f"batch    {training.global_batch_size} samples = {split} data-parallel ranks "
-        f"x {job.microbatches} microbatches x {training.microbatch_size}; {count_text(tokens)} tokens a step"
+        f"batch    {training.global_batch_size} samples = {counted(split, 'data-parallel rank')} "
+        f"x {counted(job.microbatches, 'microbatch')} x {training.microbatch_size}; {count_text(tokens)} tokens a step"
     )
     total = count_text(tokens * training.steps)
     precision = job.config.precision

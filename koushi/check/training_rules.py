@@ -21,6 +21,7 @@ from koushi.check.rule import (
 )
 from koushi.errors import ConfigError
 from koushi.hardware.hardware import load
+from koushi.units import counted
 
 MOST_SAMPLES = 1_000_000
 """Of a step: a schedule has a line for each microbatch, which a plan goes through."""
@@ -36,7 +37,7 @@ def _global_batch(facts: Facts) -> Iterator[Finding]:
         near = multiples_near(training.global_batch_size, split * training.microbatch_size)
         yield Finding(
             (GLOBAL_BATCH, DP_SHARD, DP_REPLICATE),
-            f"{training.global_batch_size} samples do not divide over {split} data-parallel ranks "
+            f"{training.global_batch_size} samples do not divide over {counted(split, 'data-parallel rank')} "
             f"(dp_replicate {replicate} x dp_shard {facts.dp_shard})",
             f"a global_batch_size of {listed(near)}",
         )
@@ -50,7 +51,7 @@ def _microbatch(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             (MICROBATCH, GLOBAL_BATCH),
             f"microbatches of {training.microbatch_size} do not divide the local batch of {local} samples "
-            f"({training.global_batch_size} over {split} data-parallel ranks)",
+            f"({training.global_batch_size} over {counted(split, 'data-parallel rank')})",
             f"a microbatch_size of {listed(divisors(local))}, or a global_batch_size of {listed(near)}",
         )
 

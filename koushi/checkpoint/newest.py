@@ -12,7 +12,7 @@ from koushi.checkpoint.manifest import MANIFEST, Head, Manifest, read_manifest
 from koushi.config.schema import RopeScaling
 from koushi.errors import CheckpointError, WrongCheckpoint
 from koushi.models.llama.sizes import LlamaSize
-from koushi.run_folder import CHECKPOINTS
+from koushi.run_folder import CHECKPOINTS, RESOLVED, holds_run
 
 
 def candidates(path: Path) -> list[Path]:
@@ -23,6 +23,11 @@ def candidates(path: Path) -> list[Path]:
     if (path / MANIFEST).exists():
         return [path]
     found = published(path / CHECKPOINTS) or published(path)
+    if not found and (holds_run(path) or (path / RESOLVED).exists()):
+        raise WrongCheckpoint(
+            f"{path} is a run that has saved no checkpoint; with checkpoint.every=N one is saved every N steps and "
+            "after the last"
+        )
     if not found:
         raise WrongCheckpoint(f"{path} is neither a checkpoint nor a run folder that holds one")
     return found
@@ -49,8 +54,8 @@ def none_whole(problems: Sequence[Exception]) -> CheckpointError:
     return kind(f"{many}{problems[0]}; resume from another one, or begin anew with run.resume never")
 
 
-def check_size(folder: Path, head: Head, size: LlamaSize) -> None:
-    """Raises WrongCheckpoint, naming what differs, where the checkpoint is of another model than ``size``."""
+def check_size(folder: Path, head: Head, size: LlamaSize, legal: str = "") -> None:
+    """Raises WrongCheckpoint, naming what differs and what is ``legal``, where the checkpoint is of another model."""
     theirs = head.config.get("model", {})
     differ = [
         f"{name} {_plain(theirs.get(name))} (here {_plain(getattr(size, name))})"
@@ -58,7 +63,8 @@ def check_size(folder: Path, head: Head, size: LlamaSize) -> None:
         if _plain(theirs.get(name)) != _plain(getattr(size, name))
     ]
     if differ:
-        raise WrongCheckpoint(f"{folder} is a checkpoint of another model: it has {', '.join(differ)}")
+        text = f"{folder} is a checkpoint of another model: it has {', '.join(differ)}"
+        raise WrongCheckpoint(f"{text}; {legal}" if legal else text)
 
 
 def _plain(value: Any) -> Any:

@@ -221,8 +221,9 @@ class Run(Section):
     folder: str | None = None
     """Where the run writes; empty: runs/<name of the run file>, relative to the current folder."""
     resume: str = "auto"
-    """auto: go on from the newest checkpoint of the run's own folder; never: begin anew in the next free folder;
-    else the path of a checkpoint or of a run folder to go on from, in a new folder."""
+    """auto: go on from the newest checkpoint of the run's own folder, if nothing but the layout and the length differs;
+    never: begin anew in the next free folder; else the path of a checkpoint or of a run folder to go on from, whatever
+    differs, in a new folder."""
     grace: Positive = 30.0
     """Seconds after SIGTERM in which a run with checkpoints finishes its step, saves and exits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from pathlib import Path
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,9 @@ from koushi.job import Job
 from koushi.optim.adamw import AdamW
 from koushi.parallel.compose import ParallelModel
 from koushi.run_folder import holds_run
+from koushi.train.changes import DATA, changes
 from koushi.train.resume import RunPlace
 from koushi.train.stopping import StopRequest
-
-_COMPARED = ("training", "precision", "optimizer", "lr_schedule", "data")
-"""Sections of the run file whose changes a resumed run tells of."""
-_MAY_CHANGE = ("training.microbatch_size", "training.recompute", "training.compile")
 
 
 @dataclass(frozen=True)
@@ -85,12 +82,12 @@ class Checkpoints:
             found, self._job.size, self._model.parameters, self._optimizer, self._group, self._say
         )
         head = manifest.head
-        self._say(self._resumed(str(folder), manifest))
+        self._say(self._resumed(folder, manifest))
         self._start = Start(head.step, head.samples)
         return self._start
 
-    def _resumed(self, folder: str, manifest: Manifest) -> str:
-        head = manifest.head
+    def _resumed(self, folder: Path, manifest: Manifest) -> str:
+        head, elsewhere = manifest.head, folder.parent != self.place.checkpoints
         world = 1
         for degree in head.mesh.values():
             world *= degree
@@ -98,10 +95,11 @@ class Checkpoints:
         lines = [
             f"resuming from {folder}: step {head.step} of {self._job.config.training.steps}, {head.samples} samples, "
             f"saved by {world} {'process' if world == 1 else 'processes'} [{layout}]"
+            + (f"; writing into {self.place.folder}" if elsewhere else "")
         ]
-        changed = list(changes(head.config, self._job.config.model_dump(mode="json")))
+        changed = [str(one) for one in changes(head.config, self._job.config.model_dump(mode="json"))]
         if head.data and head.data != self._data:
-            changed.append("the training data itself")
+            changed.append(DATA)
         if changed:
             lines.append(f"changed since: {', '.join(changed)}")
         return "\n".join(lines)
@@ -124,7 +122,8 @@ class Checkpoints:
             pieces = owned(self._model.parameters, self._optimizer, self._job.mesh.coordinate(dist.get_rank()))
             self._saver.save(self._head(step, samples), pieces, now=last or stopping)
         if stopping:
-            self._say(f"SIGTERM: saved step {step}; the same command goes on from there")
+            without = "" if self._job.config.run.resume == "auto" else " without run.resume"
+            self._say(f"SIGTERM: saved step {step}; the same command{without} goes on from there")
             raise Stopped(signal.SIGTERM, "SIGTERM")
         self._at = f"what follows step {step}"
 
@@ -165,12 +164,3 @@ class Checkpoints:
     def _say(self, text: str) -> None:
         if self._leads:
             print(text, file=sys.stderr, flush=True)
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between two resolved run files in how training goes, apart from the layout."""
-    for section in _COMPARED:
-        for key, value in now[section].items():
-            name, old = f"{section}.{key}", before.get(section, {}).get(key)
-            if name not in _MAY_CHANGE and old != value:
-                yield f"{name} {old} -> {value}"

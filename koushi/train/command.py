@@ -20,9 +20,10 @@ from koushi.errors import TrainingError
 from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
 from koushi.parallel.device_mesh import agents_store, resolve_device
+from koushi.run_folder import RESOLVED
 from koushi.train.claim import claimed
 from koushi.train.launch import launch
-from koushi.train.resume import RunPlace, finished, run_place, without_hf_folder
+from koushi.train.resume import RunPlace, check_data, finished, run_place, without_hf_folder
 from koushi.train.room import refuse_too_large
 from koushi.train.trainer import train_rank
 from koushi.units import count_text, counted
@@ -45,6 +46,10 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
     place = run_place(job, begun)
     folder = place.folder
     step = finished(job, place)
+    if step is None and "WORLD_SIZE" not in os.environ and resolve_device(job.config.run.device) == "cpu":
+        refuse_too_large(job)
+    if leads:  # what is wrong with the data is told before any process starts
+        check_data(job, place, open_samples(job), begun)
     if step is not None:
         if leads:
             click.echo(
@@ -52,10 +57,6 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
                 "a higher training.steps goes on from there, --resume never begins anew"
             )
         return
-    if "WORLD_SIZE" not in os.environ and resolve_device(job.config.run.device) == "cpu":
-        refuse_too_large(job)
-    if leads:
-        open_samples(job)  # data that cannot be used is told before any process starts
     with claimed(folder) if leads else nullcontext():
         if leads:
             prepare(job, place)
@@ -64,7 +65,8 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
             click.echo(headline(job))
         launch(partial(train_rank, place=place), job, max_restarts)
     if leads:
-        click.echo(f"done; wrote {folder / 'metrics.jsonl'} and {folder / 'config.yaml'}")
+        lost = "" if job.config.checkpoint.every else "; checkpoint.every=N would have kept the weights"
+        click.echo(f"done; wrote {folder / 'metrics.jsonl'} and {folder / RESOLVED}{lost}")
 
 
 def prepare(job: Job, place: RunPlace) -> None:
@@ -72,7 +74,7 @@ def prepare(job: Job, place: RunPlace) -> None:
     try:
         if job.config.checkpoint.every:
             place.checkpoints.mkdir(exist_ok=True)
-        write_resolved(job.config, place.folder / "config.yaml")
+        write_resolved(job.config, place.folder / RESOLVED)
     except OSError as error:
         raise TrainingError(f"cannot write into the run's folder: {error}; choose another run.folder") from None
 

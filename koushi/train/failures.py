@@ -36,6 +36,8 @@ LOST_PEER = (
 )
 """What gloo, NCCL and the store say when a rank they talk to has gone; compared in lower case."""
 
+FIRST_END = "first-end.json"
+
 SIGNALS_IN_WORDS = {
     "SIGKILL": "killed from outside, or by the system for want of memory",
     "SIGSEGV": "a crash in native code",
@@ -109,12 +111,19 @@ def read_reports(folder: Path) -> list[Report]:
     return sorted(found, key=lambda account: account.time)
 
 
-def restart_reason(mesh: MeshSpec, reports: Sequence[Report]) -> str:
-    """The first failure of a world that was started again, in one line."""
-    causes = [account for account in reports if not account.consequence]
-    if not causes:
-        return "a rank was killed or lost its peers"
-    return _first_line(mesh, causes[0])
+def write_first_end(folder: Path, rank: int, code: int) -> None:
+    """Leave in ``folder``, which is a world's, that ``rank`` has ended with ``code`` before any other of this start."""
+    (folder / FIRST_END).write_text(json.dumps([rank, code]), encoding="utf-8")
+
+
+def restart_reason(mesh: MeshSpec, folder: Path, attempt: int) -> str:
+    """The first failure of start ``attempt`` of the world of ``folder``, in one line; for its successor to ask once."""
+    path = folder / FIRST_END
+    if not path.exists():
+        return "no rank was seen to end"
+    rank, code = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()  # were the next start to end unseen, this one must not be told again
+    return failure_text(mesh, read_reports(folder / str(attempt)), rank, code).splitlines()[0]
 
 
 def _first_line(mesh: MeshSpec, account: Report) -> str:

@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing import ProcessExitedException
 
 from koushi.errors import RankFailure, RunRefused, Stopped, TrainingError
 from koushi.job import Job
@@ -46,6 +48,7 @@ from koushi.train.failures import (
     report,
     restart_reason,
     stuck_report,
+    write_first_end,
     write_report,
 )
 from koushi.train.forking import SIGNALS, as_forked, await_all, forks
@@ -194,7 +197,7 @@ def _run_world(worker: Worker, job: Job, max_restarts: int) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="koushi-")))
         stack.enter_context(_environment(variables))
         store = _store()
-        stack.enter_context(_elastic_quiet())
+        stack.enter_context(_elastic_quiet(folder))
         stack.enter_context(_no_orphans())
         stack.enter_context(forks())
         stack.callback(torch.set_num_threads, threads)
@@ -248,9 +251,7 @@ def _rank_main(worker: Worker, job: Job, folder: Path, threads: int, parent: int
         os._exit(1)
     os.environ[ARRIVALS] = str(folder / f"book-{attempt}")
     if attempt and os.environ["RANK"] == "0":
-        print(
-            f"restart {attempt}: {restart_reason(job.mesh, read_reports(folder / str(attempt - 1)))}", file=sys.stderr
-        )
+        print(f"restart {attempt}: {restart_reason(job.mesh, folder, attempt - 1)}", file=sys.stderr)
     try:
         worker(job)
     except BaseException as error:
@@ -329,15 +330,20 @@ def _no_orphans() -> Iterator[None]:
             process.join()
 
 
-def _worth_showing(entry: logging.LogRecord) -> bool:
-    """Not what elastic says of each process it ends: a failed rank reaches the user as a RankFailure."""
-    return entry.levelno >= logging.ERROR and not entry.getMessage().startswith("failed (exitcode")
+def _worth_showing(entry: logging.LogRecord, folder: Path) -> bool:
+    """Not what elastic says of the process whose end it has noticed, which it tells nobody else before it starts the
+    world again: that is left in ``folder``, and a failed rank reaches the user as a RankFailure."""
+    ended = entry.exc_info[1] if entry.exc_info else None
+    if isinstance(ended, ProcessExitedException):
+        write_first_end(folder, ended.error_index, ended.exit_code)
+        return False
+    return entry.levelno >= logging.ERROR
 
 
 @contextmanager
-def _elastic_quiet() -> Iterator[None]:
+def _elastic_quiet(folder: Path) -> Iterator[None]:
     handler = logging.StreamHandler()
-    handler.addFilter(_worth_showing)
+    handler.addFilter(partial(_worth_showing, folder=folder))
     loggers = [logging.getLogger("torch.distributed.elastic"), logging.getLogger("torch.multiprocessing.spawn")]
     before = [logger.propagate for logger in loggers]
     for logger in loggers:

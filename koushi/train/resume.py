@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from koushi.checkpoint.folders import published
+from koushi.checkpoint.manifest import Head
 from koushi.checkpoint.newest import candidates, check_size, newest
 from koushi.config.load import RunFile
 from koushi.config.schema import Model, Run
+from koushi.data.samples import Samples
 from koushi.errors import RunRefused, WeightsError
 from koushi.job import Job
 from koushi.models.llama.hf import check_folder
 from koushi.run_folder import CHECKPOINTS, run_folder
+from koushi.train.changes import DATA, changes, is_another_folder
 
 
 @dataclass(frozen=True)
@@ -41,19 +45,61 @@ def run_place(job: Job, begun: Path | None = None) -> RunPlace:
     ``begun``: the folder that the launcher's first start of these ranks took; whatever is told, they go on in it.
 
     By itself a run goes on in the last of its folders, ``runs/<name>``, ``runs/<name>-2`` and so on, if that keeps
-    checkpoints, and begins in the first free one if not. Raises RunRefused for a folder that already holds a run,
-    CheckpointError for a checkpoint that cannot be gone on with.
+    checkpoints, and begins in the first free one if not. Raises RunRefused for a folder that already holds a run, or
+    one whose run computes something else, CheckpointError for a checkpoint that cannot be gone on with.
     """
     place = _place(job.config.run, job.name, begun)
     if place.found:
         folder, manifest = newest(place.found)
-        check_size(folder, manifest.head, job.size)
+        if _by_itself(job, begun):
+            check_size(folder, manifest.head, job.size, _begin_anew(job))
+            found = changes(manifest.head.config, job.config.model_dump(mode="json"))
+            _refuse(job, place, manifest.head, [str(one) for one in found if one.is_another_run])
+        else:
+            check_size(folder, manifest.head, job.size)
         if folder.parent != place.checkpoints and manifest.head.step >= job.config.training.steps:
             raise RunRefused(
                 f"{folder} is a checkpoint of step {manifest.head.step}, and training.steps is "
                 f"{job.config.training.steps}: nothing is left to train; raise training.steps"
             )
     return place
+
+
+def check_data(job: Job, place: RunPlace, samples: Samples, begun: Path | None = None) -> None:
+    """Raises RunRefused where ``job`` would by itself go on with ``samples`` that are not those of the checkpoint."""
+    if place.found and _by_itself(job, begun):
+        head = newest(place.found)[1].head
+        _refuse(job, place, head, [DATA] if head.data and head.data != samples.digest else [])
+
+
+def _by_itself(job: Job, begun: Path | None) -> bool:
+    """Whether neither the user nor an earlier start of these ranks has said what ``job`` goes on from. A restart count
+    says nothing: ranks that were refused are started again too, and must be refused again."""
+    return job.config.run.resume == "auto" and begun is None
+
+
+def _refuse(job: Job, place: RunPlace, head: Head, differs: Sequence[str]) -> None:
+    """Raises RunRefused, with the ways out, where something ``differs``."""
+    if not differs:
+        return
+    run, steps = job.config.run, job.config.training.steps
+    longer = f" with training.steps above {head.step}" if head.step >= steps else ""
+    where = f", in {_next_free(job)}" if run.folder is None else ", in another run.folder"
+    raise RunRefused(
+        f"{place.folder} holds another run, saved at step {head.step}; what differs: {', '.join(differs)}\n"
+        f"  {_begin_anew(job)}\n"
+        f"  --resume {place.folder}{longer} goes on from it with the change{where}"
+    )
+
+
+def _begin_anew(job: Job) -> str:
+    if job.config.run.folder is not None:
+        return "another run.folder begins anew"
+    return f"--resume never begins anew in {_next_free(job)}, another run.folder in one of its own"
+
+
+def _next_free(job: Job) -> Path:
+    return run_folder(job.config.run, job.name, continues=False)
 
 
 def _place(run: Run, name: str, begun: Path | None) -> RunPlace:
@@ -85,6 +131,9 @@ def without_hf_folder(run_file: RunFile, begun: Path | None = None) -> tuple[Run
         return run_file, ""
     folder, manifest = newest(place.found)
     theirs = manifest.head.config
+    named = str((run_file.path.parent / Path(model.hf).expanduser()).absolute())
+    if run_file.config.run.resume == "auto" and is_another_folder(theirs["model"].get("hf"), named):
+        return run_file, ""
     given = {name: value for name, value in model if value is not None and name != "hf"}
     config = run_file.config.model_copy(update={"model": Model(**{**theirs["model"], **given, "hf": None})})
     if not run_file.is_set("data.tokenizer"):  # the folder's own, if it had one

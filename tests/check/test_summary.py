@@ -28,7 +28,7 @@ def test_one_screen(checked: Callable[..., Job]) -> None:
         "           tp                4   0 1 2 3",
         "           both dp           1   0",
         "stages   2, 1F1B, 1 per rank; layers 0-3 | 4-6",
-        "batch    8 samples = 1 data-parallel ranks x 4 microbatches x 2; 1.02K tokens a step",
+        "batch    8 samples = 1 data-parallel rank x 4 microbatches x 2; 1.02K tokens a step",
         "dtypes   float32 parameters, bfloat16 compute, float32 gradient reductions; recompute full",
         "run      10 steps, 10.24K tokens, into runs/run",
     ]

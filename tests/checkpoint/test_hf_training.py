@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from koushi.checkpoint.hf import HfWeights
 from koushi.config.load import load as load_run
 from koushi.data.batches import open_samples, train_batch
 from koushi.data.samples import IGNORE_INDEX
-from koushi.errors import CheckpointError, ConfigError
+from koushi.errors import CheckpointError, ConfigError, RunRefused
 from koushi.job import Job
 from koushi.run_folder import CHECKPOINTS
 from koushi.train.command import train
@@ -122,6 +123,12 @@ def test_a_run_goes_on_without_the_folder_it_began_from(
     folder = tmp_path / "runs" / "run"
     train(run)
     losses = rows(folder)
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    other = rf"what differs: model\.hf {re.escape(str(tmp_path))}/model -> {re.escape(str(tmp_path))}/other\n"
+    with pytest.raises(RunRefused, match=other):
+        train(run, ["model.hf=other"])
+    with pytest.raises(ConfigError, match=r"model\.hf: .*missing: "):
+        train(run, ["model.hf=missing"])
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model\.hf: .*model: "):
         train(run, ["run.resume=never"])

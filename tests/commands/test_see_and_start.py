@@ -104,6 +104,20 @@ def test_wrong_input_ends_with_2_and_says_what_is_legal(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("left", ["metrics.jsonl", "config.yaml"])
+def test_a_run_that_saved_nothing_is_told_from_what_is_no_run(
+    left: str, capsys: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / left).touch()
+    for arguments in (["generate", "run", "--prompt", "x"], ["inspect", "run"], ["convert", "to-hf", "run", "model"]):
+        assert ended(*arguments) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("run is a run that has saved no checkpoint; with checkpoint.every=N one is saved ")
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
+
+
 def test_config_prints_a_run_file(capsys: Printed, tmp_path: Path) -> None:
     assert ended("config", DEBUG, "--tp", "1", "--world", "4") == 0
     out = capsys.readouterr().out

@@ -8,7 +8,17 @@ import pytest
 
 from koushi.errors import TrainingError
 from koushi.mesh import MeshSpec
-from koushi.train.failures import Report, exit_text, failure_text, lost_peer, read_reports, report, write_report
+from koushi.train.failures import (
+    Report,
+    exit_text,
+    failure_text,
+    lost_peer,
+    read_reports,
+    report,
+    restart_reason,
+    write_first_end,
+    write_report,
+)
 
 MESH = MeshSpec.of(pp=2, tp=2)
 
@@ -57,6 +67,17 @@ def test_among_consequences_only_the_earliest_is_shown() -> None:
 )
 def test_exit_codes_in_words(code: int, text: str) -> None:
     assert exit_text(code) == text
+
+
+def test_a_restart_names_the_rank_that_failed_first(tmp_path: Path) -> None:
+    write_first_end(tmp_path, 2, -9)
+    write_report(tmp_path / "0", account(0, 1.0, "connection closed by peer", consequence=True))
+    killed = "rank 2 (pp=1 tp=0) died by SIGKILL (killed from outside, or by the system for want of memory)"
+    assert restart_reason(MESH, tmp_path, 0) == killed
+    write_first_end(tmp_path, 3, 1)
+    write_report(tmp_path / "1", account(3, 2.0, "no such file\nand more"))
+    assert restart_reason(MESH, tmp_path, 1) == "rank 3 (pp=1 tp=1) failed: no such file"
+    assert restart_reason(MESH, tmp_path, 2) == "no rank was seen to end"
 
 
 def caught(error: BaseException) -> BaseException:

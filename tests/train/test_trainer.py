@@ -96,7 +96,9 @@ def test_a_run_writes_its_metrics_and_its_config(layout: tuple[str, ...], ran: C
     )
     assert f"on {counted(world, 'process')} [" in one.output.splitlines()[0]
     assert len([line for line in one.output.splitlines() if line.startswith("step ")]) == 3
-    assert one.output.splitlines()[-1] == "done; wrote runs/tiny/metrics.jsonl and runs/tiny/config.yaml"
+    assert one.output.splitlines()[-1] == (
+        "done; wrote runs/tiny/metrics.jsonl and runs/tiny/config.yaml; checkpoint.every=N would have kept the weights"
+    )
 
 
 def test_a_resolved_config_trains_the_same(ran: Callable[..., Ran], tmp_path: Path) -> None:
