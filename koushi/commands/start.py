@@ -51,9 +51,9 @@ def init(path: Path, model: str, gpus: int | None, hardware: str | None) -> None
     type=Choice(["slurm", "kubernetes", "torchrun"]),
     help="What starts it: sbatch, kubectl apply, or you, on every node.  [required]",
 )
-@gpus_per_node_option(8, "8")
+@gpus_per_node_option("those of the hardware; on CPU 8")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN.yaml [KEY=VALUE]...")
-def launch(nodes: int | None, backend: str | None, gpus_per_node: int, arguments: tuple[str, ...]) -> None:
+def launch(nodes: int | None, backend: str | None, gpus_per_node: int | None, arguments: tuple[str, ...]) -> None:
     """Print a script that trains a run file on several nodes.
 
     It checks at start that it was given as many devices as the mesh has, and goes on from the newest
