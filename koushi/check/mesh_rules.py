@@ -114,7 +114,7 @@ def _would_follow(facts: Facts) -> bool:
 
 
 def _narrower(facts: Facts, world: int) -> str:
-    """Of a world too small for pp x tp the options that let dp_shard follow, with `, or `; empty of a larger one.
+    """Of a world too small for the other degrees the options that let dp_shard follow, with `, or `; empty of a larger.
 
     Each degree is a divisor of what is there, which is sure to fit the model.
     """
@@ -124,7 +124,7 @@ def _narrower(facts: Facts, world: int) -> str:
         "--pp": parallelism.pipeline_parallel_degree,
         "--dp-replicate": parallelism.data_parallel_replicate_degree,
     }
-    if world >= degrees["--pp"] * degrees["--tp"]:
+    if world >= facts.degrees_but_shard:
         return ""
     left, changed = world, {}
     for option, degree in degrees.items():

@@ -119,8 +119,8 @@ DEGREES = "pipeline_parallel_degree: {}, tensor_parallel_degree: {}, data_parall
 
 @pytest.mark.parametrize("rest", ["", ", pipeline_parallel_stages_per_rank: 1", ", pipeline_parallel_layers_per_stage"])
 @pytest.mark.parametrize("shard", ["2", "-1, world_size: 64"])
-@pytest.mark.parametrize(("pp", "tp", "replicate"), [(2, 2, 1), (4, 1, 1), (1, 8, 1), (3, 4, 3)])
-def test_a_world_too_small_for_pp_and_tp_is_told_with_options_that_do(
+@pytest.mark.parametrize(("pp", "tp", "replicate"), [(2, 2, 1), (4, 1, 1), (1, 8, 1), (1, 1, 8), (3, 2, 2)])
+def test_a_world_too_small_for_the_other_degrees_is_told_with_options_that_do(
     problems: Problems, pp: int, tp: int, replicate: int, shard: str, rest: str
 ) -> None:
     if rest.endswith("per_stage"):
@@ -130,7 +130,7 @@ def test_a_world_too_small_for_pp_and_tp_is_told_with_options_that_do(
         f"model: {{n_layers: {2 * pp}}}\nparallelism: {{{degrees}}}\n"
         "training: {global_batch_size: 27720, microbatch_size: 1}\n"
     )
-    for world in range(1, pp * tp):
+    for world in range(1, pp * tp * replicate):
         (found,) = problems(text, "--gpus", str(world))
         options, _, others = found.legal.partition(", or ")
         assert others.startswith(f"a world of {pp * replicate * tp}") and options.startswith("--")
