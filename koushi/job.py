@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from koushi.config.schema import JobConfig
+from koushi.config.schema import JobConfig, Run
 from koushi.hardware.hardware import ASSUMED
 from koushi.mesh import MeshSpec
 from koushi.models.llama.sizes import PRESETS, LlamaSize
@@ -37,8 +37,7 @@ class Job:
     @property
     def hardware(self) -> str:
         """The name or path of what every command plans for."""
-        run = self.config.run
-        return run.hardware or ("cpu" if run.device == "cpu" else ASSUMED)
+        return hardware_name(self.config.run)
 
     @property
     def data_parallel_degree(self) -> int:
@@ -58,3 +57,8 @@ class Job:
     @property
     def stages_per_rank(self) -> int:
         return len(self.stages) // self.mesh.degree("pp")
+
+
+def hardware_name(run: Run) -> str:
+    """What is named, or else stands for the device: a path as the section ``run`` has it."""
+    return run.hardware or ("cpu" if run.device == "cpu" else ASSUMED)

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
-from koushi.check.rule import DP_REPLICATE, DP_SHARD, PP, TP, WORLD, Facts, Finding, Rule, listed, multiples_near
+from koushi.check.rule import (
+    DP_REPLICATE,
+    DP_SHARD,
+    PER_RANK,
+    PER_STAGE,
+    PP,
+    TP,
+    WORLD,
+    Facts,
+    Finding,
+    Rule,
+    listed,
+    multiples_near,
+)
 from koushi.config.schema import SHARD_NEEDED
 from koushi.mesh import MOST_DEVICES
 
@@ -53,12 +67,13 @@ def _product(facts: Facts) -> Iterator[Finding]:
     shard = parallelism.data_parallel_shard_degree
     rest = facts.degrees_but_shard
     if shard == -1 and world is not None and world % rest:
+        narrower = _narrower(facts, world)
         yield Finding(
             (DP_SHARD, WORLD),
             f"is -1, but the world of {world}{facts.made_up_of} does not divide by the other degrees, "
             f"pp {parallelism.pipeline_parallel_degree} x dp_replicate {parallelism.data_parallel_replicate_degree} "
             f"x tp {parallelism.tensor_parallel_degree} = {rest}",
-            f"a world of {listed(multiples_near(world, rest))}, or smaller degrees",
+            f"{narrower}a world of {listed(multiples_near(world, rest))}{'' if narrower else ', or smaller degrees'}",
             (DP_SHARD,),
         )
     if shard != -1 and rest * shard > MOST_DEVICES:
@@ -72,6 +87,8 @@ def _product(facts: Facts) -> Iterator[Finding]:
             f"x dp_shard {shard} x tp {parallelism.tensor_parallel_degree}), "
             f"the world has {world}{facts.made_up_of}{_odd_text(_odd(facts, world))}",
             _mended(facts, world),
+            # Of a dp_shard that cannot follow the world nothing is known.
+            (DP_SHARD,) if _would_follow(facts) else (),
         )
 
 
@@ -87,22 +104,51 @@ def _odd_text(odd: dict[str, int]) -> str:
     return f", which {named} {'does' if len(odd) == 1 else 'do'} not divide" if odd else ""
 
 
+def _would_follow(facts: Facts) -> bool:
+    """Whether dp_shard is to be what --gpus makes of it."""
+    places = facts.run_file.places
+    world_said, shard_said = places.get(WORLD), places.get(DP_SHARD)
+    if facts.launched not in (None, facts.config.parallelism.world_size):
+        return False
+    return bool(world_said and world_said.is_short and not (shard_said and shard_said.on_command_line))
+
+
+def _narrower(facts: Facts, world: int) -> str:
+    """Of a world too small for the other degrees the options that let dp_shard follow, with `, or `; empty of a larger.
+
+    Each degree is a divisor of what is there, which is sure to fit the model.
+    """
+    parallelism = facts.config.parallelism
+    degrees = {
+        "--tp": parallelism.tensor_parallel_degree,
+        "--pp": parallelism.pipeline_parallel_degree,
+        "--dp-replicate": parallelism.data_parallel_replicate_degree,
+    }
+    if world >= facts.degrees_but_shard:
+        return ""
+    left, changed = world, {}
+    for option, degree in degrees.items():
+        fits = gcd(left, degree)
+        left //= fits
+        if fits != degree:
+            changed[option] = fits
+    options = [f"{option} {changed[option]}" for option in ("--pp", "--tp", "--dp-replicate") if option in changed]
+    if "--pp" in changed:  # stages that the run file counts or divides itself are no more
+        counted = [PER_STAGE] if changed["--pp"] > 1 else [PER_RANK, PER_STAGE]
+        options += [f"{key}=null" for key in counted if facts.run_file.is_set(key)]
+    return f"{' '.join(options)}, or "
+
+
 def _mended(facts: Facts, world: int) -> str:
     """Which single change makes the degrees multiply to the world; with --gpus, dp_shard would have followed."""
     odd = _odd(facts, world)
     divides = [f"a {' and a '.join(odd)} that divide{'s' * (len(odd) == 1)} {world}"] if odd else []
-    places = facts.run_file.places
-    world_said, shard_said = places.get(WORLD), places.get(DP_SHARD)
-    if (
-        facts.launched in (None, facts.config.parallelism.world_size)
-        and world_said
-        and world_said.is_short
-        and not (shard_said and shard_said.on_command_line)
-    ):
-        rest = facts.degrees_but_shard
-        if world % rest:
-            follows = f"a world of {listed(multiples_near(world, rest))}, for which dp_shard follows"
-            return ", or ".join([*divides, follows])
+    rest = facts.degrees_but_shard
+    if _would_follow(facts) and world % rest:
+        follows = f"a world of {listed(multiples_near(world, rest))}, for which dp_shard follows"
+        if narrower := _narrower(facts, world):
+            return narrower + follows
+        return ", or ".join([*divides, follows])
     parallelism = facts.config.parallelism
     degrees = {
         "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,

@@ -140,12 +140,11 @@ html_option = click.option("--html", type=click.Path(path_type=Path), metavar="F
 open_option = click.option("--open", "show_page", is_flag=True, help="Show the page in the browser.")
 
 
-def gpus_per_node_option(default: int | None, said: str) -> Callable[[Function], Function]:
+def gpus_per_node_option(said: str) -> Callable[[Function], Function]:
     """``said``: the default in words."""
     return click.option(
         "--gpus-per-node",
         type=Whole(1),
-        default=default,
         metavar="N",
         help=f"Devices of one node, or on CPU its ranks.  [default: {said}]",
     )

@@ -23,7 +23,7 @@ from koushi.output import tell
 @click.option("--rank", type=int, metavar="R", help="Explain this rank instead of drawing them all.")
 @click.option("--parameter", "parameters", multiple=True, metavar="NAME", help="With --rank: its slice of NAME.")
 @click.option("--step", type=int, metavar="N", help="With --rank: the samples it reads in step N.  [default: 1]")
-@gpus_per_node_option(None, "those of the hardware")
+@gpus_per_node_option("those of the hardware")
 @html_option
 @open_option
 @world_option(hidden=True)

@@ -34,10 +34,10 @@ from koushi.output import tell
 from koushi.plan.as_json import plan_json, search_json
 from koushi.plan.fixes import advice, more_devices
 from koushi.plan.layouts import Layout, left_out, legal_devices, question_of, values_of
-from koushi.plan.plan import Plan, plan
+from koushi.plan.plan import plan
 from koushi.plan.search import search
 from koushi.plan.search_text import search_text
-from koushi.plan.text import advice_text, plan_text, short, verdict
+from koushi.plan.text import advice_text, late_saves, plan_text, verdict
 from koushi.plan.workload import of_job
 from koushi.units import counted
 
@@ -48,7 +48,7 @@ def show_plan(path: Path, overrides: Sequence[str], as_json: bool) -> None:
     job, notes = check_afar(run_file)
     tell(notes)
     found = plan(of_job(job), hardware_of(job))
-    tell(_late_saves(job, found))
+    tell(late_saves(job, found))
     helps = advice(question_of(job), found)
     if as_json:
         click.echo(json.dumps(plan_json(job, found, helps), indent=1))
@@ -93,17 +93,6 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
         _write(path, write, run_file, result.chosen.layout)
         roomy = "" if result.chosen == result.best[0] else " that is not tight"
         click.echo(f"\nwrote the fastest layout{roomy} to {write}", err=as_json)
-
-
-def _late_saves(job: Job, found: Plan) -> list[str]:
-    """Where SIGTERM would end a run before it has finished its step and saved."""
-    config, seconds = job.config, found.time.seconds
-    if not config.checkpoint.every or seconds <= config.run.grace:
-        return []
-    return [
-        f"a step takes {short(seconds)}, and SIGTERM leaves a run {config.run.grace:g} s to finish its step and save "
-        "(run.grace): set it above the time of a step and a save"
-    ]
 
 
 _ALONE = (

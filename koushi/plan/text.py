@@ -52,6 +52,17 @@ def verdict(plan: Plan) -> str:
     return f"does not fit: {lacks}{place}, {memory.moment}"
 
 
+def late_saves(job: Job, plan: Plan) -> list[str]:
+    """A note where SIGTERM would end a run before it has finished its step and saved; none of a run that cannot be."""
+    config, seconds = job.config, plan.time.seconds
+    if not plan.fits or not config.checkpoint.every or seconds <= config.run.grace:
+        return []
+    return [
+        f"a step takes {short(seconds)}, and SIGTERM leaves a run {config.run.grace:g} s to finish its step and save "
+        "(run.grace): set it above the time of a step and a save"
+    ]
+
+
 def _of(size: float, total: float) -> str:
     """``33.8 of 79.1 GiB``, ``44.1 MiB of 16.0 GiB``."""
     return f"{gib(size)} of {gib(total)} GiB" if size >= 2**30 else f"{bytes_text(size)} of {gib(total)} GiB"

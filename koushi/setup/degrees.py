@@ -21,15 +21,15 @@ MOST_SHARDS = 128
 MOST_STAGES = 16
 
 
-def rule_of_thumb(size: LlamaSize, devices: int) -> MeshSpec:
+def rule_of_thumb(size: LlamaSize, devices: int, node: int = NODE) -> MeshSpec:
     """A mesh of ``devices`` that is legal for the model and a fair start; what is best has to be searched.
 
-    Sharded data parallel alone as far as it goes; for a large model tp inside a node; pp once data parallel
-    grows too wide for it; for the rest whole copies.
+    Sharded data parallel alone as far as it goes; for a large model tp among the ``node`` devices that a fast link
+    joins; pp once data parallel grows too wide for it; for the rest whole copies.
     """
     tp = 1
     if parameter_count(size) >= LARGE:
-        tp = max(degree for degree in legal_tensor_degrees(size) if NODE % degree == 0 and devices % degree == 0)
+        tp = max(degree for degree in legal_tensor_degrees(size) if node % degree == 0 and devices % degree == 0)
     left = devices // tp
     pp = 1
     while tp > 1 and left > MOST_SHARDS and left % 2 == 0 and pp < MOST_STAGES:

@@ -18,9 +18,16 @@ from pathlib import Path
 
 from koushi.check.check import check_afar
 from koushi.check.rule import WORLD
+from koushi.check.training_rules import hardware_place
 from koushi.config.load import RunFile, load
 from koushi.errors import ConfigError, Problem
-from koushi.job import Job
+from koushi.hardware.hardware import ASSUMED
+from koushi.hardware.hardware import load as load_hardware
+from koushi.job import Job, hardware_name
+from koushi.plan.command import hardware_of
+from koushi.plan.plan import plan
+from koushi.plan.text import late_saves
+from koushi.plan.workload import of_job
 from koushi.report.nodes import Nodes
 from koushi.units import counted
 
@@ -31,6 +38,8 @@ MARGIN = 30
 EARLY = 60
 """Seconds by which Slurm may send its signal too early."""
 RESTARTS = 3
+CPU_RANKS = 8
+"""Of one node that is a CPU, of which hardware files say only that it has room for very many."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +91,17 @@ class Launch:
         return FIRST_PORT + int(self.token, 16) % PORTS
 
 
-def launch(path: Path, overrides: Sequence[str], nodes: int, devices: int, token: str | None = None) -> Launch:
-    """The run file at ``path`` on ``nodes`` of ``devices`` each: where it is for another world, under --gpus.
+def launch(
+    path: Path, overrides: Sequence[str], nodes: int, devices: int | None = None, token: str | None = None
+) -> Launch:
+    """The run file at ``path`` on ``nodes`` of ``devices`` each (None: those of its hardware): where it is for another
+    world, under --gpus.
 
     Raises ConfigError where it is not legal on so many devices, and for characters that no script should hold.
     """
-    world = nodes * devices
     run_file = load(path, overrides)
+    devices = devices or _devices_per_node(run_file)
+    world = nodes * devices
     other = _other_world(run_file, world)
     if other is not None:
         overrides = [*overrides, "--gpus", str(world)]
@@ -100,6 +113,16 @@ def launch(path: Path, overrides: Sequence[str], nodes: int, devices: int, token
         what = "holds characters that cannot be printed"
         raise ConfigError([Problem(repr(one), "", what, "a name without them") for one in odd])
     return Launch(job, arguments, nodes, devices, token or secrets.token_hex(4), other, missing)
+
+
+def _devices_per_node(run_file: RunFile) -> int:
+    """Of the run's hardware; where there is none of that name, of what is assumed: the check refuses it in a moment."""
+    name = hardware_name(run_file.config.run)
+    try:
+        found = load_hardware(hardware_place(name, run_file.path.parent))
+    except ConfigError:
+        found = load_hardware(ASSUMED)
+    return CPU_RANKS if found.device == "cpu" else found.devices_per_node
 
 
 def _other_world(run_file: RunFile, world: int) -> int | None:
@@ -130,7 +153,12 @@ def notes(launch: Launch) -> list[str]:
         found.append("checkpoint.every is 0: a run that is ended or restarted begins anew; set it above 0")
     elif resume != "auto":
         found.append(f"run.resume is {resume}: started again, the run does not go on where it ended, as with auto")
-    if max(Nodes(launch.job.mesh, launch.devices).reach("tp")) > 1:
+    hardware = hardware_of(launch.job)
+    if launch.saves:
+        found += late_saves(launch.job, plan(of_job(launch.job), hardware))
+    # A fast link that leaves the node joins what several nodes hold.
+    joined = hardware.inside.devices if hardware.inside.devices > hardware.devices_per_node else launch.devices
+    if max(Nodes(launch.job.mesh, joined).reach("tp")) > 1:
         found.append("tp reaches across nodes, and runs in every layer; inside a node it is faster")
     return found
 

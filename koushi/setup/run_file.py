@@ -10,27 +10,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from koushi.check.check import check
-from koushi.check.rule import DP_SHARD
+from koushi.check.rule import PER_RANK, RESHARD, SCHEDULE
 from koushi.config.describe import Key, keys
-from koushi.config.edit import write_edited
 from koushi.config.load import load
 from koushi.config.spelling import nearest
 from koushi.config.write import value_text
-from koushi.errors import ConfigError, Problem
-from koushi.hardware.hardware import ASSUMED
+from koushi.errors import ConfigError, KoushiError, Problem
+from koushi.hardware.hardware import ASSUMED, Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
 from koushi.mesh import MOST_DEVICES, MeshSpec
 from koushi.models.llama.flops import parameter_count
 from koushi.models.llama.sizes import PRESETS
-from koushi.output import write_new
-from koushi.plan.command import hardware_of
-from koushi.plan.fixes import Advice, advice
-from koushi.plan.layouts import question_of
+from koushi.output import write_new, written_beside
+from koushi.plan.layouts import Layout, values_of
 from koushi.plan.plan import Plan, plan
-from koushi.plan.text import advice_text, argument, verdict
+from koushi.plan.text import advice_text, short, verdict
 from koushi.plan.workload import of_job
+from koushi.schedules import SCHEDULES
 from koushi.setup.degrees import NODE, ChooseDegrees, fewest_devices, rule_of_thumb
+from koushi.setup.first_layout import Choice, choose_layout
 from koushi.train.room import state_bytes
 from koushi.units import bytes_text, count_text, counted
 
@@ -49,6 +48,22 @@ class Example:
 
 
 Values = Mapping[str, object]
+AS_IT_IS = Choice()
+
+
+class Draft(NamedTuple):
+    """What a run file is written from."""
+
+    path: Path
+    """What its commands name."""
+    model: str
+    """A preset."""
+    mesh: MeshSpec
+    """The simple one."""
+    hardware: str | None
+    """As it was named."""
+    on: Hardware
+    """What is planned for: that, or what is assumed."""
 
 
 class Written(NamedTuple):
@@ -65,40 +80,47 @@ def init(
     model: str,
     devices: int | None,
     hardware: str | None = None,
-    choose: ChooseDegrees = rule_of_thumb,
+    choose: ChooseDegrees | None = None,
 ) -> Written:
     """Write a run file for ``model`` on ``devices`` (None: as few as hold it well) of ``hardware`` to ``path``.
 
-    ``choose`` gives the mesh; where that does not fit and another layout does, that is written. Raises ConfigError for
-    an unknown model or hardware, too many devices and a path that is taken, WrongTarget for one that cannot be written.
-    Nothing is left behind then.
+    ``choose`` gives the mesh, which stays where it fits; None: a simple one, or what is clearly faster. Raises
+    ConfigError for an unknown model or hardware, too many devices and a path that is taken, WrongTarget for one that
+    cannot be written. Nothing is left behind then.
     """
     if model not in PRESETS:
         meant = nearest(model, PRESETS)
         legal = f"{f'did you mean {meant}? ' if meant else ''}The models are {', '.join(PRESETS)}"
         raise ConfigError([Problem(f"command line (--model {model})", "", "there is no such model", legal)])
-    memory = load_hardware(hardware or ASSUMED).chip.memory_bytes
+    on = load_hardware(hardware or ASSUMED)
     if devices is None:
-        devices = fewest_devices(PRESETS[model], memory)
+        devices = fewest_devices(PRESETS[model], on.chip.memory_bytes)
     if devices > MOST_DEVICES:
         legal = f"at most {MOST_DEVICES} are planned for"
         raise ConfigError([Problem(f"command line (--gpus {devices})", "", "is more devices than any cluster", legal)])
-    mesh = choose(PRESETS[model], devices)
+    if choose is None:
+        mesh = rule_of_thumb(PRESETS[model], devices, min(NODE, on.inside.devices or NODE))
+    else:
+        mesh = choose(PRESETS[model], devices)
     assert mesh.world_size == devices, f"{mesh} was chosen for {devices} devices"
-    _write_new(path, run_file_text(path, model, mesh, hardware))
+    draft = Draft(path, model, mesh, hardware, on)
+    _write_new(path, run_file_text(draft))
     try:
-        return _made_to_fit(path)
-    except ConfigError:
+        # The smallest model shows on any machine that everything works, so its layout is that of no hardware.
+        return _planned(draft, may_search=choose is None and (model != DEBUG or hardware is not None))
+    except KoushiError:
         path.unlink()  # such as a sequence that this mesh cannot split: no file is better than one that is refused
         raise
 
 
-def run_file_text(path: Path, model: str, mesh: MeshSpec, hardware: str | None = None) -> str:
-    """A run file for the preset ``model`` on ``mesh``; ``path`` is what its commands name."""
-    lines = [*_header(path, model, mesh)]
-    values = dict(_values(model, mesh))
-    if hardware is not None:
-        values["run.hardware"] = hardware
+def run_file_text(draft: Draft, choice: Choice = AS_IT_IS) -> str:
+    """The run file of ``draft``, in another layout where ``choice`` has one."""
+    values = dict(_values(draft.model, draft.mesh))
+    if choice.layout is not None:
+        values.update(_layout_values(choice.layout, values))
+    if draft.hardware is not None:
+        values["run.hardware"] = draft.hardware
+    lines = [*_header(draft, choice.searched)]
     for key in keys():
         if key.is_section and any(name.startswith(f"{key.name}.") for name in values):
             lines += ["", *textwrap.wrap(key.meaning, WIDEST, initial_indent="# ", subsequent_indent="# ")]
@@ -197,12 +219,27 @@ def _batch(mesh: MeshSpec, samples: int, microbatch: int) -> Values:
     }
 
 
-def _header(path: Path, model: str, mesh: MeshSpec) -> Iterator[str]:
+def _layout_values(layout: Layout, shown: Values) -> Values:
+    """What differs in a file that has the keys ``shown`` otherwise; no key is added for a default."""
+    found = {key: value for key, value in values_of(layout).items() if key in shown and shown[key] != -1}
+    if layout.pp == 1:
+        found[SCHEDULE] = Example("1F1B")
+        if layout.dp_shard > 1 and not layout.reshard_after_forward:
+            found[RESHARD] = "never"
+    elif layout.pipeline.stages_per_rank != SCHEDULES[layout.pipeline.schedule].fewest_stages_per_rank:
+        found[PER_RANK] = layout.pipeline.stages_per_rank
+    return found
+
+
+def _header(draft: Draft, searched: bool) -> Iterator[str]:
+    path, model, world = draft.path, draft.model, draft.mesh.world_size
     name = shlex.quote(str(path)) if str(path).isprintable() else "RUN.yaml"
-    devices = counted(mesh.world_size, "device")
-    yield f"# {model}, as koushi init wrote it for {devices}. Change what you like."
+    yield f"# {model}, as koushi init wrote it for {counted(world, 'device')}. Change what you like."
+    if searched:
+        on = draft.on.name if draft.on.name.isprintable() else "its hardware"
+        yield f"# The layout is what koushi plan --search found for {on}; search again after larger changes."
     yield "#"
-    start, starts = _start(name, mesh)
+    start, starts = _start(name, world, draft.on)
     commands = {
         f"koushi check {name}": "what this describes, or every mistake in it at once",
         f"koushi plan {name}": "what it costs, and whether it fits the hardware you name",
@@ -220,9 +257,9 @@ def _header(path: Path, model: str, mesh: MeshSpec) -> Iterator[str]:
         yield "# The embedded text only shows that everything works; for yours set data.source, path and tokenizer."
 
 
-def _start(name: str, mesh: MeshSpec) -> tuple[str, str]:
+def _start(name: str, world: int, on: Hardware) -> tuple[str, str]:
     """The command that starts the run, with what it does: on this machine, or the script for several."""
-    nodes, left = divmod(mesh.world_size, NODE)
+    nodes, left = divmod(world, on.devices_per_node)
     if nodes > 1 and left == 0:
         return f"koushi launch {name} --nodes {nodes} --backend slurm", f"a script that trains it on {nodes} nodes"
     return f"koushi train {name}", "trains it, one process per device"
@@ -234,8 +271,9 @@ def _key_lines(key: Key, value: object) -> Iterator[str]:
         text = f"  # {name}: {value.value}"
     else:
         text = f"  {name}: {value_text(key.default if value is DEFAULT else value)}"
-    first, *more = textwrap.wrap(_comment(key), WIDEST - COLUMN - 2) or [""]
-    yield f"{text:<{COLUMN}}# {first}"
+    over = " " * max(0, len(text) + 1 - COLUMN)  # a long value takes the place of the comment's first words
+    first, *more = textwrap.wrap(_comment(key), WIDEST - COLUMN - 2, initial_indent=over) or [""]
+    yield f"{text:<{COLUMN + len(over)}}# {first.lstrip()}"
     for line in more:
         yield f"{'':<{COLUMN}}# {line}"
 
@@ -256,47 +294,36 @@ def _write_new(path: Path, text: str) -> None:
         raise ConfigError([Problem(str(path), "", "is there already", "name a new file, or remove it")]) from None
 
 
-def _made_to_fit(path: Path) -> Written:
-    """Of the run file at ``path``, in another layout where it does not fit as it is and that does."""
-    run_file = load(path)
-    job = check(run_file)
-    found, helps, changes = plan(of_job(job), hardware_of(job)), None, ""
-    if not found.fits:
-        helps = advice(question_of(job), found)
-        fix = next((one for one in helps.fixes if not one.note), None)  # what changes more than the layout has a note
-        if fix is not None:
-            follows = run_file.config.parallelism.data_parallel_shard_degree == -1
-            values = {key: value for key, value in fix.values.items() if key != DP_SHARD or not follows}
-            write_edited(path, path, values)
-            changes = " ".join(argument(*one) for one in values.items())
-            job = check(load(path))
-            found = plan(of_job(job), hardware_of(job))
-    return Written(_next_steps(path, job, found, _outlook(job, found, changes, helps)), found.fits)
+def _planned(draft: Draft, may_search: bool) -> Written:
+    """Of the run file of ``draft`` that was just written; written anew where another layout is to be taken."""
+    path = draft.path
+    job = check(load(path))
+    found = plan(of_job(job), draft.on)
+    choice = choose_layout(path, job, found, may_search)
+    if choice.layout is not None:
+        with written_beside(path, run_file_text(draft, choice), "run.yaml") as (beside, target):
+            beside.replace(target)
+        job = check(load(path))
+        found = plan(of_job(job), draft.on)
+    return Written(_next_steps(draft, job, found, choice), found.fits)
 
 
-def _next_steps(path: Path, job: Job, found: Plan, outlook: str) -> str:
-    each = bytes_text(state_bytes(job) / job.mesh.world_size)
+def _next_steps(draft: Draft, job: Job, found: Plan, choice: Choice) -> str:
+    path, world = draft.path, job.mesh.world_size
+    each = bytes_text(state_bytes(job) / world)
     name = shlex.quote(str(path))
-    steps = f"koushi check {name}, koushi plan {name} --search, koushi mesh {name}, {_start(name, job.mesh)[0]}"
+    steps = f"koushi check {name}, koushi plan {name} --search, koushi mesh {name}, {_start(name, world, draft.on)[0]}"
     if not found.fits:
         steps = f"more or larger devices, here or in a new file, for koushi plan {name} to say whether it fits"
-    return (
+    assumed = "" if draft.hardware else ", which is assumed where --hardware names none,"
+    takes = f"; a step takes {short(found.time.seconds)}" if found.fits else ""
+    lines = [
         f"wrote {path}: {job.model_name}, {count_text(parameter_count(job.size))} parameters, on "
-        f"{counted(job.mesh.world_size, 'device')} {job.mesh}\n"
-        f"parameters, gradients and AdamW's state take {each} of each device; activations come on top\n"
-        f"{outlook}"
-        f"next: {steps}"
-    )
-
-
-def _outlook(job: Job, found: Plan, changes: str, helps: Advice | None) -> str:
-    """Lines where the job does not fit its hardware, fits tightly, or had to be changed for that."""
-    lines = []
-    assumed = "" if job.config.run.hardware else ", which is assumed where --hardware names none,"
-    if changes:
-        lines.append(f"so that it fits, it has {changes}")
-    if not found.fits or found.tight:
-        lines.append(f"on {found.hardware.name}{assumed} it {verdict(found)}")
-    if not found.fits and helps is not None:
-        lines.append(advice_text(found, helps))
-    return "".join(f"{line}\n" for line in lines)
+        f"{counted(world, 'device')} {job.mesh}",
+        f"parameters, gradients and AdamW's state take {each} of each device; activations come on top",
+        *([choice.why] if choice.why else []),
+        f"on {found.hardware.name}{assumed} it {verdict(found)}{takes}",
+        *([advice_text(found, choice.helps)] if choice.helps is not None else []),
+        f"next: {steps}",
+    ]
+    return "\n".join(lines)

@@ -114,6 +114,42 @@ def test_two_worlds_are_one_problem(problems: Problems, shard: int) -> None:
     assert (found.what, found.legal) == ("is 12, but the world has 8 processes", "8, or leave it out")
 
 
+DEGREES = "pipeline_parallel_degree: {}, tensor_parallel_degree: {}, data_parallel_replicate_degree: {}"
+
+
+@pytest.mark.parametrize("rest", ["", ", pipeline_parallel_stages_per_rank: 1", ", pipeline_parallel_layers_per_stage"])
+@pytest.mark.parametrize("shard", ["2", "-1, world_size: 64"])
+@pytest.mark.parametrize(("pp", "tp", "replicate"), [(2, 2, 1), (4, 1, 1), (1, 8, 1), (1, 1, 8), (3, 2, 2)])
+def test_a_world_too_small_for_the_other_degrees_is_told_with_options_that_do(
+    problems: Problems, pp: int, tp: int, replicate: int, shard: str, rest: str
+) -> None:
+    if rest.endswith("per_stage"):
+        rest += f": [{', '.join('2' for _ in range(pp))}]" if pp > 1 else ": null"
+    degrees = f"{DEGREES.format(pp, tp, replicate)}, data_parallel_shard_degree: {shard}{rest}"
+    text = (
+        f"model: {{n_layers: {2 * pp}}}\nparallelism: {{{degrees}}}\n"
+        "training: {global_batch_size: 27720, microbatch_size: 1}\n"
+    )
+    for world in range(1, pp * tp * replicate):
+        (found,) = problems(text, "--gpus", str(world))
+        options, _, others = found.legal.partition(", or ")
+        assert others.startswith(f"a world of {pp * replicate * tp}") and options.startswith("--")
+        assert problems(text, "--gpus", str(world), *options.split()) == (), options
+    assert problems(text, "--gpus", "1")[0].legal.startswith(
+        " ".join(f"--{name} 1" for name, degree in (("pp", pp), ("tp", tp), ("dp-replicate", replicate)) if degree > 1)
+    )
+
+
+@pytest.mark.parametrize("shard", ["256", "-1, world_size: 256"])
+def test_degrees_that_gpus_cannot_follow_are_one_problem(problems: Problems, shard: str) -> None:
+    """How the batch divides then, and how many microbatches the pipeline gets, nobody knows."""
+    text = f"parallelism: {{data_parallel_shard_degree: {shard}}}\ntraining: {{global_batch_size: 256}}\n"
+    assert problems(text) == ()
+    (found,) = problems(text, "--pp", "3", "--gpus", "64")
+    assert "a world of 63 or 66" in found.legal
+    assert len(problems(text, "--pp", "3", "--gpus", "64", "--dp-shard", "256")) == 2, "which is wrong by itself"
+
+
 def test_no_vocabulary_is_offered_that_is_too_small_for_the_tokenizer(problems: Problems, tmp_path: Path) -> None:
     vocab = {str(number): number for number in range(1021)}
     added = [{"id": 3, "content": "</s>"}]

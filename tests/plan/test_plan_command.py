@@ -170,6 +170,8 @@ def test_a_step_that_sigterm_leaves_no_time_for_is_a_note(
         f"note: a step takes {step}, and SIGTERM leaves a run 0.001 s to finish its step and save (run.grace): set it "
     )
     assert err.startswith(note) if told else err == ""
+    assert run(small, *overrides, "model.dim=65536", "model.n_layers=64") == 3
+    assert capsys.readouterr().err == "", "what does not fit has no step to finish"
 
 
 def test_nothing_is_claimed_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ def test_degrees_are_legal_and_keep_tp_inside_a_node(name: str, world: int) -> N
     assert mesh.world_size == world
     tp = mesh.degree("tp")
     assert tp in legal_tensor_degrees(size) and 8 % tp == 0
+    assert rule_of_thumb(size, world, node=4).degree("tp") == min(tp, 4)
     assert mesh.degree("pp") <= min(16, size.n_layers)
     shard = mesh.degree("dp_shard")
     assert shard <= MOST_SHARDS or mesh.degree("dp_replicate") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from koushi.errors import ConfigError
+from koushi.hardware.hardware import DATA
+from koushi.report.nodes import devices_per_node
 from koushi.setup.launch_script import BACKENDS, Launch, launch, notes
 
 ROOT = Path(__file__).parents[2]
@@ -278,6 +281,56 @@ def test_notes(cluster: Cluster) -> None:
     assert notes(cluster.launch("--tp=2", "--dp-shard=1")) == [
         "tp reaches across nodes, and runs in every layer; inside a node it is faster"
     ]
+
+
+def test_a_step_longer_than_the_grace_time_is_a_note_where_the_run_fits(cluster: Cluster) -> None:
+    short, none = ["run.grace=1e-9"], ["checkpoint.every=0", "run.grace=1e-9"]
+    (note,) = notes(cluster.launch(*short))
+    assert re.fullmatch(
+        r"a step takes \S+ [mu]?s, and SIGTERM leaves a run 1e-09 s to finish its step and save \(run.grace\): set it "
+        r"above the time of a step and a save",
+        note,
+    )
+    assert [one.split(":")[0] for one in notes(cluster.launch(*none))] == ["checkpoint.every is 0"]
+    large = ["model.dim=65536", "model.n_layers=64", "model.ffn_dim=262144", "--hardware=v100-sxm2-32gb"]
+    assert notes(cluster.launch(*short, *large)) == [], "it does not fit, so no step is ever done"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("hardware", "devices"),
+    [("gb200", 4), ("h200", 8), ("own4.yaml", 4), ("own2.yaml", 2), (None, 8), ("cpu", 8)],
+)
+def test_a_node_is_that_of_the_hardware(backend: str, hardware: str | None, devices: int, cluster: Cluster) -> None:
+    shipped = (DATA / "h100-pcie-80gb.yaml").read_text(encoding="utf-8")
+    for own in (2, 4):
+        text = shipped.replace("\ndevices_per_node: 8", f"\ndevices_per_node: {own}").replace("name: h100", "name: own")
+        (cluster.folder / f"own{own}.yaml").write_text(text, encoding="utf-8")
+    named = f"device: auto{f', hardware: {hardware}' if hardware else ''}"
+    batch = RUN.replace("batch_size: 4", "batch_size: 64")
+    cluster.run_file.write_text(batch.replace("device: cpu", named))
+    described = launch(cluster.run_file, [], 2, None, TOKEN)
+    assert (described.devices, described.job.mesh.world_size) == (devices, 2 * devices)
+    assert f"devices={devices}  # of one node" in script_of(backend, described)
+    if hardware != "cpu":
+        assert launch(cluster.run_file, [], 2).devices == devices_per_node(described.job), "as mesh draws it"
+    assert launch(cluster.run_file, [], 2, 16).devices == 16, "what is said counts"
+
+
+def test_without_hardware_of_that_name_only_that_is_told(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError) as raised:
+        launch(cluster.run_file, ["--hardware", "none", "training.global_batch_size=64"], 2)
+    (problem,) = raised.value.problems
+    assert problem.what == "is 'none', and no hardware is called that"
+
+
+def test_tp_over_nodes_of_a_rack_is_no_note(cluster: Cluster) -> None:
+    def told(hardware: str) -> list[str]:
+        overrides = ["--tp=4", "model.n_kv_heads=4", "run.device=auto", f"--hardware={hardware}"]
+        return notes(cluster.launch(*overrides, "--dp-shard=1", nodes=2, devices=2))
+
+    assert told("gb200") == [], "the link inside joins 72 devices"
+    assert [note.split(",")[0] for note in told("h200")] == ["tp reaches across nodes"]
 
 
 def test_every_script_has_a_rendezvous_of_its_own(cluster: Cluster) -> None:
