@@ -168,7 +168,7 @@ class _OwnKinds(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _own_kinds(schedule: str, degree: int, kinds: tuple[int, ...], pp: int) -> _OwnKinds:
-    held = stages_of_rank(schedule, degree, len(kinds), pp) if degree > 1 else tuple(range(len(kinds)))
+    held = stages_of_rank(schedule, degree, len(kinds), pp)
     counts = Counter(kinds[index] for index in held)
     numbers = {kind: number for number, kind in enumerate(counts)}
     by_stage = [-1] * len(kinds)
