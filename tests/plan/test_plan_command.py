@@ -19,6 +19,7 @@ from koushi.plan.layouts import MODES
 from koushi.plan.plan import Plan, error_bars, plan
 from koushi.plan.text import KINDS, device_time, memory_range, short
 from koushi.plan.workload import of_job
+from koushi.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("llama3_*.yaml"))
@@ -335,6 +336,25 @@ def test_search_ranks_and_writes_what_check_accepts(
     assert found.time.seconds == pytest.approx(best[0]["seconds"])
     assert found.memory.device == best[0]["memory"]
     assert [one["seconds"] for one in best] == sorted(one["seconds"] for one in best)
+
+
+def test_what_a_search_leaves_empty_is_not_written_though_it_was_given(tmp_path: Path) -> None:
+    bare, target = tmp_path / "bare.yaml", tmp_path / "best.yaml"
+    bare.write_text("model: {n_layers: 4}\n", encoding="utf-8")
+    given = ["--pp", "2", "parallelism.pipeline_parallel_stages_per_rank=1", "--hardware", "h100-sxm-80gb"]
+    given.append("parallelism.pipeline_parallel_layers_per_stage=[3, 1]")
+    assert run(str(bare), *given, "--search", "--write", str(target)) == 0
+    written, stages = load(target), "pipeline_parallel_stages_per_rank"
+    assert check(written).mesh.degree("pp") == 1  # or nothing would be left empty
+    assert written.config.run.hardware == "h100-sxm-80gb"
+    assert not {stages, "pipeline_parallel_layers_per_stage"} & set(written.values["parallelism"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_without_a_pipeline_every_schedule_has_the_same_plan(small: str, schedule: str) -> None:
+    own = planned(Path(small), f"parallelism.pipeline_parallel_schedule={schedule}")
+    plain = planned(Path(small))
+    assert (own.time, own.memories, own.submeshes) == (plain.time, plain.memories, plain.submeshes)
 
 
 def test_a_search_writes_over_nothing_but_its_own_file(
