@@ -76,10 +76,12 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
     result = search(question, base, on)
     if not result.legal:
-        what = f"no layout of {counted(devices, 'device')} is legal for this model and batch"
+        # The run file's own may be, where its ends have no layers.
+        even, besides = (" with even stages", "; the run file's own is planned without --search") if own else ("", "")
+        what = f"no layout of {counted(devices, 'device')}{even} is legal for this model and batch"
         near = listed(legal_devices(question)) or "another number"
         key, place = run_file.place(WORLD, DP_SHARD)
-        raise ConfigError([Found(place, key, what, f"{near} of them, or another global batch").problem])
+        raise ConfigError([Found(place, key, what, f"{near} of them, or another global batch{besides}").problem])
     if as_json:
         click.echo(json.dumps(search_json(result, left_out(question)), indent=1))
     else:

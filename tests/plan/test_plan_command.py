@@ -469,6 +469,18 @@ def test_the_json_keeps_its_names(small: str, capsys: pytest.CaptureFixture[str]
     assert list(found["best"][0]) == ["layout", "seconds", "memory", "tight"]
 
 
+def test_a_layout_that_a_search_does_not_try_is_not_called_illegal(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--dp-shard=1", "--pp=3", "model.n_layers=2", "training.global_batch_size=8"]
+    given += ["training.microbatch_size=1", "parallelism.pipeline_parallel_layers_per_stage=[1, 1, 0]"]
+    assert run(small, *given) == 0
+    assert run(small, *given, "--search") == 2
+    said = capsys.readouterr().err
+    assert "no layout of 3 devices with even stages is legal for this model and batch; 2 or 4 of them" in said
+    assert "; the run file's own is planned without --search" in said
+
+
 @pytest.mark.parametrize(
     ("devices", "near"),
     [("7", "6 or 8"), ("301", "256 or 320"), ("100003", "another number")],
