@@ -71,7 +71,9 @@ def nearest_microbatches(schedule: str, pp: int, n_stages: int, microbatches: in
 
 
 def stages_of_rank(schedule: str, pp: int, n_stages: int, index: int) -> tuple[int, ...]:
-    """The stages held at pipeline coordinate ``index``, in the order of the model."""
+    """The stages held at pipeline coordinate ``index``, in the order of the model; without a pipeline all of them."""
+    if pp == 1:
+        return tuple(range(n_stages))
     if SCHEDULES[schedule].v_shaped:
         assert n_stages == 2 * pp, f"{schedule} has two stages a rank, not {n_stages} over {pp} ranks"
         return (index, n_stages - 1 - index)
@@ -79,8 +81,8 @@ def stages_of_rank(schedule: str, pp: int, n_stages: int, index: int) -> tuple[i
 
 
 def rank_of_stage(schedule: str, pp: int, n_stages: int, stage: int) -> int:
-    """The pipeline coordinate that holds ``stage``."""
-    if SCHEDULES[schedule].v_shaped and stage >= pp:
+    """The pipeline coordinate that holds ``stage``; 0 without a pipeline."""
+    if pp > 1 and SCHEDULES[schedule].v_shaped and stage >= pp:
         return n_stages - 1 - stage
     return stage % pp
 

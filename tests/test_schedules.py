@@ -44,6 +44,13 @@ def test_loops_deal_out_and_vs_come_back() -> None:
         assert [stages_of_rank(name, 3, 6, index) for index in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_a_pipeline_no_schedule_has_a_meaning(name: str) -> None:
+    for n_stages in (1, 3):
+        assert stages_of_rank(name, 1, n_stages, 0) == tuple(range(n_stages))
+        assert {rank_of_stage(name, 1, n_stages, stage) for stage in range(n_stages)} == {0}
+
+
 def test_a_v_with_other_than_two_stages_a_rank_is_our_own_fault() -> None:
     with pytest.raises(AssertionError, match=re.escape("ZBVZeroBubble has two stages a rank, not 6 over 2 ranks")):
         stages_of_rank("ZBVZeroBubble", 2, 6, 0)

@@ -50,8 +50,6 @@ def rank_classes(job: Job, *, counting: bool = False) -> tuple[RankClass, ...]:
 def held_stages(job: Job, rank: int) -> tuple[int, ...]:
     """The stages of ``rank``, in the order of the model."""
     pp = job.mesh.degree("pp")
-    if pp == 1:
-        return (0,)
     schedule = job.config.parallelism.pipeline_parallel_schedule
     return stages_of_rank(schedule, pp, len(job.stages), job.mesh.coordinate(rank)["pp"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -49,7 +49,8 @@ def show_plan(path: Path, overrides: Sequence[str], as_json: bool) -> None:
     tell(notes)
     found = plan(of_job(job), hardware_of(job))
     tell(late_saves(job, found))
-    helps = advice(question_of(job), found)
+    divided = run_file.config.parallelism.pipeline_parallel_layers_per_stage is not None
+    helps = advice(question_of(job), found, divided=divided)
     if as_json:
         click.echo(json.dumps(plan_json(job, found, helps), indent=1))
     else:
@@ -75,10 +76,12 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
     question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
     result = search(question, base, on)
     if not result.legal:
-        what = f"no layout of {counted(devices, 'device')} is legal for this model and batch"
+        # The run file's own may be, where its ends have no layers.
+        even, besides = (" with even stages", "; the run file's own is planned without --search") if own else ("", "")
+        what = f"no layout of {counted(devices, 'device')}{even} is legal for this model and batch"
         near = listed(legal_devices(question)) or "another number"
         key, place = run_file.place(WORLD, DP_SHARD)
-        raise ConfigError([Found(place, key, what, f"{near} of them, or another global batch").problem])
+        raise ConfigError([Found(place, key, what, f"{near} of them, or another global batch{besides}").problem])
     if as_json:
         click.echo(json.dumps(search_json(result, left_out(question)), indent=1))
     else:
@@ -119,10 +122,20 @@ def _as_it_stands(run_file: RunFile) -> tuple[Job | None, Problem | None]:
 
 def _write(source: Path, target: Path, run_file: RunFile, layout: Layout) -> None:
     """The run file with the overrides that were given and the degrees of ``layout``."""
-    given: dict[str, object] = {
-        key: value_at(run_file, key) for key, place in run_file.places.items() if place.on_command_line
+    chosen = values_of(layout)
+    given = {
+        key: _without_unset(key, value_at(run_file, key), chosen)
+        for key, place in run_file.places.items()
+        if place.on_command_line
     }
-    write_edited(source, target, {**given, **values_of(layout)})
+    write_edited(source, target, {**given, **chosen})
+
+
+def _without_unset(key: str, value: object, chosen: Mapping[str, object]) -> object:
+    """A section that the command line has begun, without what ``chosen`` leaves empty; else the value as it is."""
+    if not isinstance(value, dict):
+        return value
+    return {name: one for name, one in value.items() if chosen.get(f"{key}.{name}", one) is not None}
 
 
 def value_at(run_file: RunFile, key: str) -> object:

@@ -75,27 +75,29 @@ class Advice:
     """What the run file has to say differently on so many; dp_shard always."""
 
 
-def advice(question: Question, before: Plan) -> Advice:
+def advice(question: Question, before: Plan, *, divided: bool = False) -> Advice:
     """Changes that make ``before`` fit, the fastest first; if it fits, those that make it faster.
 
     Where it does not fit, two together as well, where they are markedly faster than any single one or none is
-    enough; where no two are, the best layout of all.
+    enough; where no two are, the best layout of all. ``divided``: whether the run file says the layers of its stages.
     """
-    tried = sorted(single_changes(question, before), key=lambda fix: (fix.seconds, fix.memory))
+    tried = sorted(single_changes(question, before, divided=divided), key=lambda fix: (fix.seconds, fix.memory))
     if before.fits or (tried and tried[0].seconds * (1 - MARKED) <= before.time.seconds):
         return Advice(_distinct(tried))  # one that costs little will do: what is faster yet is told once it is made
-    pair = cheapest_pair(question, before, *tried[:1])
+    pair = cheapest_pair(question, before, *tried[:1], divided=divided)
     if tried:
         return Advice(_distinct([*([pair] if pair else []), *tried]))
     if pair is not None:
         return Advice((pair,))
-    found = search(question, before.workload, before.hardware).chosen
+    workload = before.workload
+    found = search(question, workload, before.hardware).chosen
     if found:
-        return Advice((Fix(changed(before.workload, found.layout), found.seconds, found.memory),))
-    wider = more_devices(question, before.workload, before.hardware)
+        values = changed(workload, found.layout.of(workload), divided=divided)
+        return Advice((Fix(values, found.seconds, found.memory),))
+    wider = more_devices(question, workload, before.hardware)
     if wider is None:
         return Advice(())
-    values = changed(before.workload, wider.layout) | {DP_SHARD: wider.layout.dp_shard}
+    values = changed(workload, wider.layout.of(workload), divided=divided) | {DP_SHARD: wider.layout.dp_shard}
     return Advice((), wider, {key: value for key, value in values.items() if key != WORLD})
 
 
@@ -107,8 +109,9 @@ def _distinct(fixes: Iterable[Fix]) -> tuple[Fix, ...]:
     return tuple(list(found.values())[:SHOWN])
 
 
-def single_changes(question: Question, before: Plan) -> Iterator[Fix]:
-    """Every legal change of one thing that leads to a plan that fits, and to a faster one where ``before`` fits."""
+def single_changes(question: Question, before: Plan, *, divided: bool = False) -> Iterator[Fix]:
+    """Every legal change of one thing that leads to a plan that fits, and to a faster one where ``before`` fits;
+    ``divided`` as for ``advice``."""
     workload, layout, hardware = before.workload, layout_of(before.workload), before.hardware
     slowest = before.time.seconds * (1 - WORTH) if before.fits else inf
     costs = Costs(workload, hardware)
@@ -116,7 +119,8 @@ def single_changes(question: Question, before: Plan) -> Iterator[Fix]:
         if other == layout or not is_legal(question, other):
             continue
         if _floor(question, costs, layout, other, slowest) is not None:
-            yield from _judged(_moved(workload, layout, other), hardware, slowest, changed(workload, other))
+            moved = _moved(workload, layout, other)
+            yield from _judged(moved, hardware, slowest, changed(workload, moved, divided=divided))
     for one in _in_place(question, before):
         yield from _judged(one.workload, hardware, slowest, one.values, one.note)
 
@@ -151,10 +155,11 @@ def _floor(question: Question, costs: Costs, before: Layout, after: Layout, slow
     return floor if floor <= slowest and costs.memory_floor(split, after) <= costs.capacity else None
 
 
-def cheapest_pair(question: Question, before: Plan, single: Fix | None = None) -> Fix | None:
+def cheapest_pair(question: Question, before: Plan, single: Fix | None = None, *, divided: bool = False) -> Fix | None:
     """The two changes that together lead to the fastest plan that fits, of those where one changes the layout.
 
     Where ``single`` is enough by itself both change the layout, and are markedly faster; None: no two are.
+    ``divided`` as for ``advice``.
     """
     workload, layout, hardware = before.workload, layout_of(before.workload), before.hardware
     once = dict.fromkeys(neighbours(question, layout))
@@ -176,7 +181,7 @@ def cheapest_pair(question: Question, before: Plan, single: Fix | None = None) -
         if best is not None and floor >= best.seconds:
             break
         moved = _moved(change.workload, layout, other)
-        values = {**change.values, **changed(workload, other)}
+        values = {**change.values, **changed(workload, moved, divided=divided)}
         for fix in _judged(moved, hardware, best.seconds if best else slowest, values, change.note):
             best = fix
     return best
@@ -245,13 +250,17 @@ def _with_shards(layout: Layout, question: Question) -> Iterator[Layout]:
         yield layout._replace(dp_shard=shard)
 
 
-def changed(workload: Workload, after: Layout) -> dict[str, object]:
-    """What the run file of ``workload`` has to say differently; None: nothing any more."""
-    before = layout_of(workload)
-    old, new = values_of(before), values_of(after)
+def changed(before: Workload, after: Workload, *, divided: bool = False) -> dict[str, object]:
+    """What the run file of ``before`` has to say differently for ``after``; None: nothing any more.
+
+    ``divided``: whether it says the layers of its stages, as it has to where they are not those of its layout.
+    """
+    layout = layout_of(before)
+    old, new = values_of(layout), values_of(layout_of(after))
     found = {key: value for key, value in new.items() if value != old.get(key)}
-    if workload.stage_layers != before.of(workload).stage_layers and not _as_many_stages(before, after):
-        found[PER_STAGE] = None  # that many stages are no more
+    divided = divided or before.stage_layers != layout.of(before).stage_layers
+    if divided and before.stage_layers != after.stage_layers:
+        found[PER_STAGE] = None
     return found
 
 

@@ -22,6 +22,7 @@ from koushi.plan.schedule import order_of_rank
 from koushi.plan.situations import ACTION, COUNTED, Habits, Situation, fullest_situations
 from koushi.plan.spans import (
     ACTIVATIONS,
+    COPIES_ADDED,
     GRADIENTS,
     NOTHING,
     PIPELINE_BUFFERS,
@@ -120,9 +121,11 @@ def pipelined_span(workload: Workload, pp: int, stages: Sequence[Alike]) -> Span
     fullest = rank.fullest(most, buffers)
     if stages[0].stage.shape.keeps_output and stages[0].stage.fsdp:
         fullest = rank.gather(fullest, stages[0], buffers)
+    fullest = rank.end(fullest, sum_of(PIPELINE_BUFFERS, buffers), rank.copied, COPIES_ADDED)
     if not exchanges_table(workload, pp):
         return fullest
-    return rank.exchange(fullest, buffers + table_shard(workload) * stages[0].stage.master)
+    buffers += table_shard(workload) * stages[0].stage.master  # the tied table's other gradient
+    return rank.end(fullest, sum_of(PIPELINE_BUFFERS, buffers), 0, "as a tied embedding's gradients are added up")
 
 
 def habits_of(workload: Workload, stages: Sequence[Alike]) -> Habits:
@@ -168,7 +171,7 @@ class _OwnKinds(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _own_kinds(schedule: str, degree: int, kinds: tuple[int, ...], pp: int) -> _OwnKinds:
-    held = stages_of_rank(schedule, degree, len(kinds), pp) if degree > 1 else tuple(range(len(kinds)))
+    held = stages_of_rank(schedule, degree, len(kinds), pp)
     counts = Counter(kinds[index] for index in held)
     numbers = {kind: number for number, kind in enumerate(counts)}
     by_stage = [-1] * len(kinds)
@@ -332,15 +335,19 @@ class _Rank:
         where = f"stage {only.index} {span.moment}"
         return replace(before, peak=tuple(peak), highest=highest, moment=where, compute_highest=compute)
 
-    def exchange(self, before: Span, buffers: int) -> Span:
-        """``before``, or the end of the step if that is fuller; ``buffers``: with the tied table's other gradient."""
-        gradients = self._done_with([one.count for one in self._stages])
-        highest = gradients + buffers
+    @property
+    def copied(self) -> int:
+        """Bytes of a second gradient of all that every tp rank holds alike."""
+        return sum(one.count * one.stage.copied(self._shards) for one in self._stages)
+
+    def end(self, before: Span, buffers: Bytes, more: int, where: str) -> Span:
+        """``before``, or if that is fuller the end of the step: with ``more`` bytes of gradients, and ``buffers``."""
+        gradients = self._done_with([one.count for one in self._stages]) + more
+        highest = gradients + sum(buffers)
         if highest <= before.highest:
             return before
-        peak = tuple(map(add, sum_of(GRADIENTS, gradients), sum_of(PIPELINE_BUFFERS, buffers)))
-        compute = max(before.compute_highest, buffers)
-        where = "as a tied embedding's gradients are added up"
+        peak = tuple(map(add, sum_of(GRADIENTS, gradients), buffers))
+        compute = max(before.compute_highest, sum(buffers) + more)
         return replace(before, peak=peak, highest=highest, moment=where, compute_highest=compute)
 
     def _done_with(self, reduced: Sequence[int]) -> int:

@@ -111,7 +111,7 @@ def _second_half(stretch: Stretch) -> Span:
         made = op.weight * (weights.cast or weights.width)
         account.touch(op.kind, op.half_frees)  # the gradient of every row, before their sum
         account.hold(weights.kind, made)
-        account.drop(ACTIVATIONS, op.weight * weights.cast)
+        account.drop(ACTIVATIONS, op.used * weights.cast)
         graph.backward(op)
         if weights.cast:
             account.hold(weights.kind, op.weight * weights.width)
@@ -207,7 +207,7 @@ class _Run:
     def forward(self, stop: int, saving: bool, cached: frozenset[str] = frozenset()) -> None:
         """Through the operations before ``stop``; outputs named in ``cached`` are not made."""
         for index, op in enumerate(self.stretch.ops[:stop]):
-            cast = op.weight * self.stretch.weights.cast
+            cast = op.used * self.stretch.weights.cast
             if op.makes not in cached:
                 self.account.hold(op.kind, op.size + op.hidden)
                 self.alive[op.makes] = op.size
@@ -239,7 +239,7 @@ class _Run:
         self.keep = (cached & late) | {"x"}
         self.forward(stop, saving=True, cached=cached | self.stretch.skipped)
         self.saved.update(ops[stop].saves)
-        self.account.hold(ACTIVATIONS, ops[stop].hidden + ops[stop].weight * self.stretch.weights.cast)
+        self.account.hold(ACTIVATIONS, ops[stop].hidden + ops[stop].used * self.stretch.weights.cast)
         for name in list(self.alive):
             self.release(name)
 
@@ -277,7 +277,7 @@ class _Run:
             self.saved[name] -= 1
             self.release(name)
         self.account.drop(op.kind, op.hidden)
-        self.account.drop(ACTIVATIONS, op.weight * self.stretch.weights.cast)
+        self.account.drop(ACTIVATIONS, op.used * self.stretch.weights.cast)
 
     def _weight_gradient(self, count: int) -> None:
         """Into the weight's own dtype, and to those that are there already."""

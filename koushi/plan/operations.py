@@ -51,10 +51,17 @@ class Op:
     """Of ``hidden``, what the weight's gradient frees in the second half; 0: all, and what is saved."""
     weight: int = 0
     """Elements of its weight."""
+    idle: int = 0
+    """Of these, those that the rank does not compute with: other heads' rows of a projection that tp copies."""
     kept: bool = False
     """Whether selective recompute keeps the output if backward needs it: of matmuls, attention and scatters."""
     kind: int = ACTIVATIONS
     """Where everything but the weight's gradient counts."""
+
+    @property
+    def used(self) -> int:
+        """Elements of its weight that it computes with."""
+        return self.weight - self.idle
 
 
 @dataclass(frozen=True)
@@ -177,11 +184,15 @@ def _attention_half(shape: BlockShape, size: Sizes) -> tuple[Op, ...]:
     model = shape.model
     per_query = model.dim * (model.n_heads // shape.tp * model.head_dim)
     per_key = per_query * size.key // size.query
+    # Where it is copied, its gradient has the rows of every head.
+    idle = model.dim * model.n_kv_heads * model.head_dim - per_key if model.n_kv_heads % shape.tp else 0
     bias = (model.n_heads // shape.tp * model.head_dim) if model.biases else 0
     gather, region, kept, again = _gathered(shape, size, "normed", "gathered")
     ops = [norm(shape, "x", "normed"), *gather]
-    for name, made, weight in (("q", size.query, per_query), ("k", size.key, per_key), ("v", size.key, per_key)):
-        ops.append(_matmul(name, made, region, kept, size.region, weight + bias, back_work=again))
+    ops.append(_matmul("q", size.query, region, kept, size.region, per_query + bias, back_work=again))
+    for name in ("k", "v"):
+        op = _matmul(name, size.key, region, kept, size.region, per_key + bias + idle, back_work=again)
+        ops.append(replace(op, idle=idle))
     turned = ("q", "k")
     if not model.learned_positions:
         turned = ("turned_q", "turned_k")

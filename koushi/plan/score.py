@@ -180,11 +180,14 @@ class Costs:
         makespan, every = self._makespan_floor(split, layout.recompute, pipeline), self._every_edge(layout)
         if pipeline.stages_per_rank > MOST_UNSHARDED or splits_backward(pipeline):
             return self._step(split, makespan + min(every)) * BELOW
-        work = [split.microbatches * one for one in self._work(split, layout.recompute, pipeline)]
-        totals = [one + edge for one, edge in zip(work, every, strict=True)]
-        highest = max(totals) * BELOW
-        least = min(edge for edge, total in zip(every, totals, strict=True) if total >= highest)
+        few, most = self._busy(split, layout, deep=True), self._busy(split, layout, deep=False)
+        highest = max(map(sum, zip(few, every, strict=True))) * BELOW
+        least = min(edge for work, edge in zip(most, every, strict=True) if work + edge >= highest)
         return self._step(split, makespan + least) * BELOW
+
+    def _busy(self, split: Split, layout: Layout, *, deep: bool) -> list[float]:
+        """A bound of every rank's work in a step: from below where ends are taken to be ``deep``, else from above."""
+        return [split.microbatches * one for one in self._work(split, layout.recompute, layout.pipeline, deep=deep)]
 
     def has_run(self, split: Split, layout: Layout) -> bool:
         """Whether the layout's pipeline has been simulated, for it or for others."""
@@ -296,29 +299,29 @@ class Costs:
             recompute=recompute,
         )
 
-    def _stages_of(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> _Stages:
+    def _stages_of(self, split: Split, recompute: Recompute, pipeline: Pipeline, *, deep: bool = True) -> _Stages:
         """Of a pipeline's stages; with DualPipeV without what its few split backwards recompute besides.
 
         A stage takes the longer of device and host, each a sum over its layers, so that what an end adds is the
-        least where there are most layers.
+        least where there are most layers, as where ends are ``deep``, and the most where there is one.
         """
         divided, mixed = splits_backward(pipeline), pipeline.schedule == "DualPipeV"
-        key = (split.tp, split.microbatch_size, recompute, split.microbatches > 1, divided, mixed)
+        key = (split.tp, split.microbatch_size, recompute, split.microbatches > 1, divided, mixed, deep)
         found = self._stages.get(key)
         if found is None:
             schedule, pp = ("ZBVZeroBubble", 2) if divided and not mixed else ("1F1B", 4)
-            many = self.base.model.n_layers
+            many = self.base.model.n_layers if deep else 1
             costs = stage_costs(self._like(split, recompute, (many, 1, 1, many), schedule, pp), self.hardware)
             first, layer, _, last = (seconds_of(cost, divided, mixed) for cost in costs)
             found = self._stages[key] = _Stages(layer, _beyond(first, layer, many), _beyond(last, layer, many))
         return found
 
-    def _work(self, split: Split, recompute: Recompute, pipeline: Pipeline) -> list[float]:
-        """Seconds of every rank for one microbatch."""
+    def _work(self, split: Split, recompute: Recompute, pipeline: Pipeline, *, deep: bool) -> list[float]:
+        """Seconds of every rank for one microbatch, ends as in ``_stages_of``."""
         if pipeline.pp == 1:
             one = self._whole(split, recompute)
             return [one.forward + one.backward]
-        stages, over = self._stages_of(split, recompute, pipeline), self._shares(pipeline)
+        stages, over = self._stages_of(split, recompute, pipeline, deep=deep), self._shares(pipeline)
         layer = stages.layer.work
         work = [layers * layer for layers in over.held]
         work[0] += stages.first.work

@@ -12,7 +12,7 @@ from bisect import bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import count
 from math import inf
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ SLOWEST = 1.25
 """Of the front: how many times as long as the fastest a step may take."""
 MISSES = 3
 """Layouts shown that would be faster but do not fit."""
+MOST_MISSES = 24
+"""Layouts planned in full for those."""
 WEIGHED = 60
 """Where nothing fits: layouts planned in full for the smallest. Jobs far too large for their devices have many with
 nearly the same bound."""
@@ -56,7 +58,7 @@ class SearchResult:
     front: tuple[Scored, ...]
     """Layouts that no other beats in both memory and speed, fastest first, up to ``SLOWEST`` times the fastest."""
     misses: tuple[Scored, ...]
-    """Faster than the best, but too large: the smallest by a bound; where nothing fits, what is nearest."""
+    """Faster than the best, but too large: the smallest, as far as was looked; where nothing fits, what is nearest."""
     legal: int
     """Layouts considered."""
     judged: int
@@ -108,8 +110,14 @@ class _One(NamedTuple):
     """Whether the pipeline has been simulated."""
 
 
+class _Fewer(NamedTuple):
+    """Layouts that have fewer shards than one that is too large by its bound, and larger bounds; they may be faster."""
+
+    one: _One
+
+
 _Item = Split | _Group | _Piped | _One
-_TooLarge = _Family | _One
+_TooLarge = Split | _Family | _Fewer | _One
 
 
 def search(question: Question, base: Workload, hardware: Hardware) -> SearchResult:
@@ -133,9 +141,11 @@ class _Search:
     def run(self) -> SearchResult:
         costs = self.costs
         for split in splits(self.question):
-            if costs.room.split_floor(split, split.data_parallel) > costs.capacity:
-                continue
-            self._push(costs.split_floor(split), split)
+            memory = costs.room.split_floor(split, split.data_parallel)
+            if memory > costs.capacity:
+                self._set_aside(memory, 0.0, split)
+            else:
+                self._push(costs.split_floor(split), split)
         while self._heap:
             floor, _, item = heappop(self._heap)
             if floor > self.found.slowest_wanted:
@@ -157,7 +167,7 @@ class _Search:
         """What needs the least memory; a bound of it leads to what has closer ones, until none can be less, or
         ``WEIGHED`` have been planned."""
         costs, order, left = self.costs, count(), WEIGHED
-        waiting: list[tuple[float, int, Split | _TooLarge]] = []
+        waiting: list[tuple[float, int, Split | _Family | _One]] = []
         for split in splits(self.question):
             heappush(waiting, (costs.room.split_floor(split, split.data_parallel), next(order), split))
         found: list[tuple[float, Layout]] = []
@@ -177,7 +187,7 @@ class _Search:
                     heappush(waiting, (memory, next(order), part))
         return tuple(Scored(layout, costs.step_seconds(layout), memory) for memory, layout in found)
 
-    def _parts(self, item: Split | _Family) -> Iterator[tuple[float, _TooLarge]]:
+    def _parts(self, item: Split | _Family) -> Iterator[tuple[float, _Family | _One]]:
         """Of a split its families, of a family its layouts, each with a bound of its memory."""
         costs = self.costs
         if isinstance(item, Split):
@@ -194,26 +204,45 @@ class _Search:
                     yield memory, _One(split, layout, memory, exact=False)
 
     def _misses(self) -> tuple[Scored, ...]:
-        """Faster than the fastest, but too large: of those that may be, the smallest by a bound of their memory."""
-        costs, fastest = self.costs, self.found.front[0].seconds
-        found: list[tuple[float, float, Layout]] = []
-        while self._too_large:
+        """Faster than the fastest, but too large: the smallest of the first ``MOST_MISSES`` by a bound of memory."""
+        costs, fastest, left = self.costs, self.found.front[0].seconds, MOST_MISSES
+        found: list[tuple[float, Layout, float]] = []
+        while self._too_large and left:
             memory, _, floor, item = heappop(self._too_large)
-            if len(found) > MISSES and memory > found[MISSES][0]:
+            if len(found) == MISSES and memory >= found[-1][0]:
                 break
-            if isinstance(item, _Family):
+            if isinstance(item, Split):
+                if (floor := costs.split_floor(item)) < fastest:
+                    for least, part in self._parts(item):
+                        self._set_aside(least, floor, part)
+            elif isinstance(item, _Family):
                 self._spread_family(item, fastest)
+            elif isinstance(item, _Fewer):
+                self._go_on(item, floor)
             else:
                 layout, floor = item.layout, max(floor, costs.layout_floor(item.split, item.layout))
-                if floor < fastest and (seconds := costs.seconds(item.split, layout)) < fastest:
-                    insort(found, (memory, seconds, layout))
-        judged = (Scored(layout, costs.step_seconds(layout), costs.memory(layout)) for _, _, layout in found)
-        return tuple(sorted(islice(judged, MISSES + 1), key=lambda one: (one.memory, one.layout))[:MISSES])
+                if floor < fastest:
+                    left -= 1
+                    if (seconds := costs.seconds(item.split, layout)) < fastest:
+                        insort(found, (costs.memory(layout), layout, seconds))
+                        del found[MISSES:]
+        return tuple(Scored(layout, seconds, memory) for memory, layout, seconds in found)
+
+    def _go_on(self, item: _Fewer, floor: float) -> None:
+        """From where ``_spread`` broke off."""
+        split, layout, most, _ = item.one
+        for other in spread(split, layout.recompute, layout.pipeline):
+            if other.reshard_after_forward == layout.reshard_after_forward and other.dp_shard < layout.dp_shard:
+                memory = self.costs.memory_floor(split, other)
+                if memory >= most:  # else it has been weighed
+                    self._set_aside(memory, floor, _One(split, other, memory, exact=False))
 
     def _spread_family(self, item: _Family, fastest: float) -> None:
         """Over those of a family that are fast enough, all of them too large."""
         split, recompute, family = item
-        for pipeline in pipelines(self.question, item.split.pp, item.split.microbatches):
+        if self.costs.group_floor(split, recompute) >= fastest:
+            return
+        for pipeline in pipelines(self.question, split.pp, split.microbatches):
             if FAMILIES[pipeline.schedule] == family:
                 floor = self.costs.pipeline_floor(split, recompute, pipeline)
                 if floor < fastest:
@@ -248,7 +277,9 @@ class _Search:
             memory = self.costs.memory_floor(split, layout)
             self._weigh(split, layout, group_floor, memory)
             if memory > self.costs.capacity and not layout.reshard_after_forward:
-                break  # fewer shards are larger still, and gathered parameters that stay come last
+                # Fewer shards are larger still, and gathered parameters that stay come last.
+                self._set_aside(memory, group_floor, _Fewer(_One(split, layout, memory, exact=False)))
+                break
         else:
             return
         # But where nothing is cut, nothing is gathered.

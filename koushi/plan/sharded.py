@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from koushi.plan.lifetimes import backward_span, forward_span
 from koushi.plan.spans import (
+    COPIES_ADDED,
     GATHERED,
     GRADIENTS,
     SCATTERED,
@@ -137,6 +138,8 @@ def step_span(stage: Stage, shards: int, replicas: int, microbatches: int) -> Sp
         account.go(_microbatch(stage, shards, replicas, False, False), microbatches - 2)
     if microbatches > 1:
         account.go(_microbatch(stage, shards, replicas, False, True))
+    account.where = COPIES_ADDED
+    account.touch(GRADIENTS, stage.copied(shards))
     return account.close()
 
 

@@ -39,6 +39,9 @@ KINDS = (
 ) = range(len(KINDS))
 """gathered: parameters before they are copied out of a collective's buffer; scattered: gradients in one's input."""
 
+COPIES_ADDED = "as gradients of what tp copies are added up"
+"""A moment at the end of a step."""
+
 Bytes = tuple[int, ...]
 """By kind."""
 NOTHING: Bytes = (0,) * len(KINDS)

@@ -148,6 +148,13 @@ class Stage:
         """Elements of all parameters, after tensor parallel's cut."""
         return self.units(1).total.whole
 
+    def copied(self, shards: int) -> int:
+        """Bytes that a step ends with besides, as gradients of what every tp rank holds alike are added up in one flat
+        tensor; other systems' buffers have them side by side."""
+        if self.shape.holder == "buffers" or self.shape.block.tp == 1:
+            return 0
+        return self.units(shards if self.fsdp else 1).total.copied * self.master
+
     def _weights(self, stay: bool) -> Weights:
         shape = self.shape
         if shape.holder == "fully_shard":

@@ -160,8 +160,6 @@ def units_of(workload: Workload, stage: int, shard: int = 0) -> StageUnits:
 
 def held_stages(workload: Workload, pp: int) -> tuple[int, ...]:
     """The stages of the rank at pipeline coordinate ``pp``, in the order of the model."""
-    if workload.mesh.degree("pp") == 1:
-        return tuple(range(len(workload.stage_layers)))
     return stages_of_rank(workload.schedule, workload.mesh.degree("pp"), len(workload.stage_layers), pp)
 
 

@@ -55,7 +55,7 @@ class RankView:
         self.schedule = job.config.parallelism.pipeline_parallel_schedule
         self.pp = job.mesh.degree("pp")
         self.parameters = parameters(job.size, job.mesh.degree("tp"))
-        self.stages = (0,) if self.pp == 1 else stages_of_rank(self.schedule, self.pp, len(job.stages), self.pp_index)
+        self.stages = stages_of_rank(self.schedule, self.pp, len(job.stages), self.pp_index)
         """The stages that the rank holds, first to last."""
 
     @property
@@ -64,7 +64,7 @@ class RankView:
 
     def holder(self, stage: int) -> int:
         """The rank that holds ``stage`` and has this rank's other coordinates."""
-        index = 0 if self.pp == 1 else rank_of_stage(self.schedule, self.pp, len(self.job.stages), stage)
+        index = rank_of_stage(self.schedule, self.pp, len(self.job.stages), stage)
         return self.job.mesh.rank({**self.coordinate, "pp": index})
 
     def stages_with(self, name: str) -> tuple[int, ...]:

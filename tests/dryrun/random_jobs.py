@@ -17,6 +17,7 @@ from random import Random
 from koushi.check.check import check
 from koushi.config.load import load
 from koushi.dryrun.command import run_dry
+from koushi.dryrun.report import reading, text
 from koushi.errors import KoushiError
 from koushi.job import Job
 from koushi.schedules import SCHEDULES
@@ -93,8 +94,9 @@ def random_jobs(folder: Path, seed: int) -> Iterator[tuple[Overrides, Job]]:
 
 
 def wrong(job: Job) -> list[str]:
-    """What the audit finds, and where plan and dry run part."""
+    """What the audit finds, and where plan and dry run part; all that the command prints is made besides."""
     found = run_dry(job)
+    assert text(found.job, found.kind, found.classes, found.traces) and reading(found.plan), "nothing is said"
     return [*map(str, found.findings), *found.disagreements]
 
 

@@ -121,6 +121,18 @@ PARTED = {
         *("--pp", "2", "--dp-shard", "2", f"{SCHEDULE}GPipe", "training.global_batch_size=2", *SHAPES["words"]),
         "training.seq_len=256",
     ),
+    "KV heads fewer than tp: gradients of every head's rows, added up in one flat tensor": (
+        *("--tp", "4", "model.n_heads=4", "model.n_kv_heads=2", "model.dim=256", "model.vocab_size=16"),
+        "training.seq_len=16",
+    ),
+    "the same in a pipeline": (
+        *("--pp", "2", "--tp", "4", "model.n_heads=4", "model.n_kv_heads=2", "model.dim=256", "model.vocab_size=16"),
+        *("training.seq_len=16", "training.global_batch_size=2"),
+    ),
+    "the same in bfloat16, with data parallel": (
+        *("--tp", "4", "--dp-replicate", "2", "model.n_heads=4", "model.n_kv_heads=2", "model.dim=256"),
+        *("model.vocab_size=16", "training.seq_len=16", "precision.compute=bfloat16"),
+    ),
 }
 """Where they parted once."""
 

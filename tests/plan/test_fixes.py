@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +39,10 @@ def job_of(folder: Path, *overrides: str) -> Job:
     return check(load(path, overrides))
 
 
-def advised(job: Job) -> tuple[Plan, Advice]:
+def advised(job: Job, overrides: Sequence[str] = ()) -> tuple[Plan, Advice]:
     before = plan(of_job(job), hardware_of(job))
-    return before, advice(question_of(job), before)
+    divided = any(one.startswith(LAYERS) for one in overrides)
+    return before, advice(question_of(job), before, divided=divided)
 
 
 def arguments(text: str) -> list[list[str]]:
@@ -56,11 +58,12 @@ def arguments(text: str) -> list[list[str]]:
         ["--pp", "4", "--dp-shard", "2", "--tp", "1", "training.recompute=full"],
         ["--tp", "8", "--dp-shard", "1", "training.recompute=selective"],
         ["--pp", "2", "--dp-shard", "4", "training.recompute=full", LAYERS + "[17, 15]"],
+        ["--pp", "2", "--dp-shard", "4", "training.recompute=full", LAYERS + "[16, 16]"],
         ["--pp", "4", "--dp-shard", "2", "training.recompute=full", INTERLEAVED, LAYERS + "[3, 4, 4, 5, 4, 4, 4, 4]"],
     ],
 )
 def test_faster_changes_are_as_fast_as_they_say(tmp_path: Path, overrides: list[str]) -> None:
-    before, found = advised(job_of(tmp_path, *overrides))
+    before, found = advised(job_of(tmp_path, *overrides), overrides)
     assert before.fits
     assert found.fixes
     assert [fix.seconds for fix in found.fixes] == sorted(fix.seconds for fix in found.fixes)
@@ -175,10 +178,11 @@ def test_no_two_changes_are_faster(tmp_path: Path, overrides: list[str]) -> None
         assert not after.fits or after.time.seconds >= best.seconds * (1 - 1e-9)
 
 
-def test_where_no_two_changes_are_enough_the_best_layout_is_named(tmp_path: Path) -> None:
-    overrides = ["model.name=llama3-70b", "--dp-shard", "16", "--pp", "2", "training.recompute=none"]
+@pytest.mark.parametrize("layers", [[], [LAYERS + "[41, 39]"]])
+def test_where_no_two_changes_are_enough_the_best_layout_is_named(tmp_path: Path, layers: list[str]) -> None:
+    overrides = ["model.name=llama3-70b", "--dp-shard", "16", "--pp", "2", "training.recompute=none", *layers]
     job = job_of(tmp_path, *overrides)
-    before, found = advised(job)
+    before, found = advised(job, overrides)
     assert not before.fits
     assert cheapest_pair(question_of(job), before) is None
     (fix,) = found.fixes
@@ -215,10 +219,11 @@ def test_a_dtype_that_is_no_quicker_is_not_named(tmp_path: Path) -> None:
     assert not any("precision.compute" in fix.values for fix in advised(job_of(tmp_path))[1].fixes)
 
 
-def test_where_nothing_fits_more_devices_are_named(tmp_path: Path) -> None:
-    overrides = ["model.name=llama3-70b", "training.recompute=full"]
+@pytest.mark.parametrize("pipeline", [[], ["--pp", "2", "--dp-shard", "4", LAYERS + "[41, 39]"]])
+def test_where_nothing_fits_more_devices_are_named(tmp_path: Path, pipeline: list[str]) -> None:
+    overrides = ["model.name=llama3-70b", "training.recompute=full", *pipeline]
     job = job_of(tmp_path, *overrides)
-    before, found = advised(job)
+    before, found = advised(job, overrides)
     assert found.fixes == ()
     assert found.wider is not None
     said, _, flags = advice_text(before, found).partition(": --gpus ")

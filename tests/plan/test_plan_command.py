@@ -19,6 +19,7 @@ from koushi.plan.layouts import MODES
 from koushi.plan.plan import Plan, error_bars, plan
 from koushi.plan.text import KINDS, device_time, memory_range, short
 from koushi.plan.workload import of_job
+from koushi.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("llama3_*.yaml"))
@@ -339,6 +340,25 @@ def test_search_ranks_and_writes_what_check_accepts(
     assert [one["seconds"] for one in best] == sorted(one["seconds"] for one in best)
 
 
+def test_what_a_search_leaves_empty_is_not_written_though_it_was_given(tmp_path: Path) -> None:
+    bare, target = tmp_path / "bare.yaml", tmp_path / "best.yaml"
+    bare.write_text("model: {n_layers: 4}\n", encoding="utf-8")
+    given = ["--pp", "2", "parallelism.pipeline_parallel_stages_per_rank=1", "--hardware", "h100-sxm-80gb"]
+    given.append("parallelism.pipeline_parallel_layers_per_stage=[3, 1]")
+    assert run(str(bare), *given, "--search", "--write", str(target)) == 0
+    written, stages = load(target), "pipeline_parallel_stages_per_rank"
+    assert check(written).mesh.degree("pp") == 1  # or nothing would be left empty
+    assert written.config.run.hardware == "h100-sxm-80gb"
+    assert not {stages, "pipeline_parallel_layers_per_stage"} & set(written.values["parallelism"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_without_a_pipeline_every_schedule_has_the_same_plan(small: str, schedule: str) -> None:
+    own = planned(Path(small), f"parallelism.pipeline_parallel_schedule={schedule}")
+    plain = planned(Path(small))
+    assert (own.time, own.memories, own.submeshes) == (plain.time, plain.memories, plain.submeshes)
+
+
 def test_a_search_writes_over_nothing_but_its_own_file(
     small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,6 +469,18 @@ def test_the_json_keeps_its_names(small: str, capsys: pytest.CaptureFixture[str]
     more = "global_batch_sizes_that_leave_out_fewer"
     assert list(found) == ["version", "legal", "simulated", "chosen", "best", "front", "too_large", more]
     assert list(found["best"][0]) == ["layout", "seconds", "memory", "tight"]
+
+
+def test_a_layout_that_a_search_does_not_try_is_not_called_illegal(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--dp-shard=1", "--pp=3", "model.n_layers=2", "training.global_batch_size=8"]
+    given += ["training.microbatch_size=1", "parallelism.pipeline_parallel_layers_per_stage=[1, 1, 0]"]
+    assert run(small, *given) == 0
+    assert run(small, *given, "--search") == 2
+    said = capsys.readouterr().err
+    assert "no layout of 3 devices with even stages is legal for this model and batch; 2 or 4 of them" in said
+    assert "; the run file's own is planned without --search" in said
 
 
 @pytest.mark.parametrize(

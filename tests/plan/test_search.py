@@ -167,6 +167,30 @@ def test_nothing_is_lost_of_jobs_made_up_at_random(seed: int) -> None:
     loses_nothing(search(question, base, hardware(gib)), every, gib)
 
 
+SMALL = {
+    # Where the host is behind: which rank is the slowest depends on what ends add, the more the fewer layers they have.
+    "ends": (replace(SIZE, vocab_size=128_256, dim=384, n_heads=3, n_kv_heads=1, ffn_dim=4096), (4, 4, 6, True), 80.0),
+    # Where what has fewer shards than a layout that is too large already is faster than all that fits.
+    "shards": (
+        LlamaSize(vocab_size=32_000, dim=8, n_layers=6, n_heads=4, n_kv_heads=1, ffn_dim=48, tie_embeddings=True),
+        (4, 8, 12, False),
+        1.1817,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_nothing_is_lost_of_jobs_too_small_for_their_devices(name: str) -> None:
+    size, (devices, batch, seq_len, compiled), gib = SMALL[name]
+    question = Question(size, devices, batch, seq_len, compiled)
+    on = load("b200" if compiled else "h100-sxm-80gb")
+    on = replace(on, chip=replace(on.chip, memory_gib=gib))
+    base = replace(base_of(question), compute="float32" if compiled else "bfloat16")
+    every = list(every_layout(question, base, on))
+    bounds_hold(question, Costs(base, on), every)
+    loses_nothing(search(question, base, on), every, gib)
+
+
 InFlight = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Forwards, then by stage: forwards, backwards begun, microbatches done with."""
 
