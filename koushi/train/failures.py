@@ -13,6 +13,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -112,8 +113,14 @@ def read_reports(folder: Path) -> list[Report]:
 
 
 def write_first_end(folder: Path, rank: int, code: int) -> None:
-    """Leave in ``folder``, which is a world's, that ``rank`` has ended with ``code`` before any other of this start."""
-    (folder / FIRST_END).write_text(json.dumps([rank, code]), encoding="utf-8")
+    """Leave in ``folder``, which is a world's, that ``rank`` has ended with ``code`` before any other of this start.
+
+    Where there is no room, the restart's line lacks it; the failure itself is told from elsewhere.
+    """
+    draft = folder / f"{FIRST_END}.draft"
+    with suppress(OSError):
+        draft.write_text(json.dumps([rank, code]), encoding="utf-8")
+        os.replace(draft, folder / FIRST_END)
 
 
 def restart_reason(mesh: MeshSpec, folder: Path, attempt: int) -> str:

@@ -172,13 +172,13 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed:
 
 
 def test_sigterm_of_a_single_process_saves_too(tmp_path: Path) -> None:
-    run = start(tmp_path, *ONE, "checkpoint.every=1000", "training.steps=2000")
+    run = start(tmp_path, *ONE, "checkpoint.every=1000", "training.steps=2000", "--resume", "never")
     await_true(run, lambda: rows_written(tmp_path) > 3, "some steps")
     run.terminate()
     output, _ = run.communicate(timeout=PATIENCE)
     assert run.returncode == 128 + signal.SIGTERM, output
     assert len(published(tmp_path / "run" / "checkpoints")) == 1
-    assert output.endswith("stopped by SIGTERM\n")
+    assert output.endswith("; the same command without run.resume goes on from there\nstopped by SIGTERM\n")
 
 
 def test_sigterm_of_a_single_process_without_checkpoints_is_told(tmp_path: Path) -> None:

@@ -111,6 +111,27 @@ def test_another_layout_and_all_that_is_only_watched_goes_on(path: Path, capfd: 
     assert capfd.readouterr().err.endswith("\nchanged since: training.steps 3 -> 4\n")
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--tp", "2"),
+        ("--dp-replicate", "2", "--dp-shard", "2"),
+        ("--dp-shard", "-1", "--gpus", "4"),
+        ("--dp-shard", "2", "parallelism.reshard_after_forward=never"),
+        ("--pp", "3", "parallelism.pipeline_parallel_schedule=GPipe"),
+        ("--pp", "2", "parallelism.pipeline_parallel_layers_per_stage=[1,2]"),
+        ("training.compile=true", "training.recompute=selective", "training.microbatch_size=4"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("more", [(), UNFINISHED], ids=["finished", "unfinished"])
+def test_every_layout_finds_the_checkpoint(layout: tuple[str, ...], more: tuple[str, ...], path: Path) -> None:
+    job = tiny_job(path.parent, "checkpoint.every=2", *layout, *more)
+    place = run_place(job)
+    check_data(job, place, open_samples(job))
+    assert place.folder == FOLDER and [one.name for one in place.found] == ["step-00000003", "step-00000002"]
+
+
 def test_a_path_that_is_named_may_change_anything_in_a_folder_of_its_own(
     path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
