@@ -9,9 +9,11 @@ import click
 
 from koushi.commands.group import Command, RunFileCommand, Whole, importing, json_option, show, split
 
+SEARCH = "Rank every legal layout of the devices instead; what is typed of the layout, such as --tp 8, stays."
+
 
 @click.command(cls=RunFileCommand)
-@click.option("--search", is_flag=True, help="Rank every legal layout of the devices instead.")
+@click.option("--search", is_flag=True, help=SEARCH)
 @click.option(
     "--write",
     type=click.Path(path_type=Path),

@@ -8,7 +8,7 @@ from typing import Any
 
 from koushi.job import Job
 from koushi.plan.fixes import Advice
-from koushi.plan.layouts import Layout, LeftOut, layout_of, values_of
+from koushi.plan.layouts import Layout, Question, layout_of, left_out, values_of
 from koushi.plan.memory import Memory
 from koushi.plan.plan import ErrorBar, Plan, SubmeshUse, error_bars
 from koushi.plan.score import Scored
@@ -45,9 +45,11 @@ def plan_json(job: Job, plan: Plan, advice: Advice) -> Json:
     }
 
 
-def search_json(result: SearchResult, barred: LeftOut | None) -> Json:
+def search_json(question: Question, result: SearchResult) -> Json:
+    barred = left_out(question)
     return {
         "version": VERSION,
+        "fixed": question.fixed.values(),
         "legal": result.legal,
         "simulated": result.judged,
         "chosen": _scored(result, [result.chosen] if result.chosen else []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -33,10 +34,10 @@ from koushi.mesh import MOST_DEVICES
 from koushi.output import tell
 from koushi.plan.as_json import plan_json, search_json
 from koushi.plan.fixes import advice, more_devices
-from koushi.plan.layouts import Layout, left_out, legal_devices, question_of, values_of
+from koushi.plan.layouts import FIXED, Fixed, Layout, legal_devices, question_of, values_of
 from koushi.plan.plan import plan
 from koushi.plan.search import search
-from koushi.plan.search_text import search_text
+from koushi.plan.search_text import fixed_text, search_text
 from koushi.plan.text import advice_text, late_saves, plan_text, verdict
 from koushi.plan.workload import of_job
 from koushi.units import counted
@@ -73,17 +74,20 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
         devices = own.mesh.world_size
     job, notes = check_afar(load(path, [*overrides, *_ALONE]))
     tell(notes)
-    question, base, on = question_of(job, devices), of_job(own or job), hardware_of(job)
+    question = replace(question_of(job, devices), fixed=_fixed(run_file))
+    base, on = of_job(own or job), hardware_of(job)
     result = search(question, base, on)
     if not result.legal:
         # The run file's own may be, where its ends have no layers.
         even, besides = (" with even stages", "; the run file's own is planned without --search") if own else ("", "")
-        what = f"no layout of {counted(devices, 'device')}{even} is legal for this model and batch"
+        fixed = fixed_text(question.fixed)
+        what = f"no layout of {counted(devices, 'device')}{fixed}{even} is legal for this model and batch"
         near = listed(legal_devices(question)) or "another number"
+        besides = f", or without{fixed.removeprefix(' with')}{besides}" if fixed else besides
         key, place = run_file.place(WORLD, DP_SHARD)
         raise ConfigError([Found(place, key, what, f"{near} of them, or another global batch{besides}").problem])
     if as_json:
-        click.echo(json.dumps(search_json(result, left_out(question)), indent=1))
+        click.echo(json.dumps(search_json(question, result), indent=1))
     else:
         chosen = [result.chosen] if result.chosen else []
         shown = dict.fromkeys(one.layout for one in (*chosen, *result.best, *result.misses))
@@ -91,7 +95,11 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
         wider = None if result.chosen else more_devices(question, base, on)
         click.echo(search_text(question, on, result, plans, wrong or plan(base, on), wider))
     if result.chosen is None:
-        raise DoesNotFit(f"{job.name}: no layout of {counted(devices, 'device')} fits {on.name}" if as_json else "")
+        raise DoesNotFit(
+            f"{job.name}: no layout of {counted(devices, 'device')}{fixed_text(question.fixed)} fits {on.name}"
+            if as_json
+            else ""
+        )
     if write is not None:
         _write(path, write, run_file, result.chosen.layout)
         roomy = "" if result.chosen == result.best[0] else " that is not tight"
@@ -110,6 +118,17 @@ _ALONE = (
 def hardware_of(job: Job) -> Hardware:
     """What the job is planned for."""
     return load_hardware(job.hardware)
+
+
+def _fixed(run_file: RunFile) -> Fixed:
+    """What the command line says of the layout: a search keeps it, where it goes beyond what the run file says.
+
+    Raises ConfigError where that is no value.
+    """
+    typed = [key for key, place in run_file.places.items() if place.on_command_line and key in FIXED]
+    if not all(run_file.is_sound(key) for key in typed):
+        check_afar(run_file)  # says what is wrong
+    return Fixed.of({key: value_at(run_file, key) for key in typed if key != DP_SHARD or not run_file.follows})
 
 
 def _as_it_stands(run_file: RunFile) -> tuple[Job | None, Problem | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -35,6 +35,61 @@ NEARBY = 256
 """How far from a number of devices another one is still worth naming."""
 
 
+class Fixed(NamedTuple):
+    """What all layouts of a question have in common; None: whatever is legal. A schedule and its stages are those of
+    layouts with a pipeline."""
+
+    tp: int | None = None
+    pp: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    microbatch_size: int | None = None
+    recompute: Recompute | None = None
+    reshard_after_forward: bool | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> Fixed:
+        """Of values of a run file by dotted key; what follows from others or is no layout's is not fixed."""
+        found = {field: values[key] for key, field in FIXED.items() if values.get(key) is not None}
+        if found.get("dp_shard") == -1:
+            del found["dp_shard"]
+        if "reshard_after_forward" in found:
+            found["reshard_after_forward"] = {"always": True, "never": False}.get(str(found["reshard_after_forward"]))
+        return cls(**found)  # type: ignore[arg-type]
+
+    def values(self) -> dict[str, object]:
+        """As a run file has them, by dotted key."""
+        found = {key: one for key, field in FIXED.items() if (one := getattr(self, field)) is not None}
+        if RESHARD in found:
+            found[RESHARD] = "always" if found[RESHARD] else "never"
+        return found
+
+    def has_pipeline(self, pipeline: Pipeline) -> bool:
+        if pipeline.pp == 1:
+            return self.pp in (None, 1)
+        wanted = (self.pp, self.schedule, self.stages_per_rank)
+        return all(one is None or one == its for one, its in zip(wanted, pipeline, strict=True))
+
+
+FIXED: Mapping[str, str] = {
+    TP: "tp",
+    PP: "pp",
+    SCHEDULE: "schedule",
+    PER_RANK: "stages_per_rank",
+    DP_REPLICATE: "dp_replicate",
+    DP_SHARD: "dp_shard",
+    MICROBATCH: "microbatch_size",
+    RECOMPUTE: "recompute",
+    RESHARD: "reshard_after_forward",
+}
+"""Keys of a run file that a search chooses, to the fields of ``Fixed``."""
+
+
+ANY = Fixed()
+
+
 @dataclass(frozen=True)
 class Question:
     """What a search keeps as it is: the model, the batch and how many devices there are."""
@@ -45,6 +100,7 @@ class Question:
     seq_len: int
     compiled: bool
     """Whether blocks are compiled; then backward cannot be split."""
+    fixed: Fixed = ANY
 
 
 def question_of(job: Job, devices: int | None = None) -> Question:
@@ -133,14 +189,18 @@ def beside(choices: Sequence[int], value: int) -> tuple[int, ...]:
 
 def tensor_degrees(question: Question) -> tuple[int, ...]:
     """Of a tp that divides the model, the sequence and the devices."""
+    legal = legal_tensor_degrees(question.size)
     return tuple(
-        tp for tp in legal_tensor_degrees(question.size) if question.seq_len % tp == 0 and question.devices % tp == 0
+        tp
+        for tp in legal
+        if question.seq_len % tp == 0 and question.devices % tp == 0 and question.fixed.tp in (None, tp)
     )
 
 
 def pipelines(question: Question, pp: int, microbatches: int) -> tuple[Pipeline, ...]:
     """Every schedule and number of virtual stages for ``pp`` ranks and so many microbatches."""
-    return _pipelines(question.size.n_layers, question.compiled, pp, microbatches)
+    legal = _pipelines(question.size.n_layers, question.compiled, pp, microbatches)
+    return legal if question.fixed == ANY else tuple(one for one in legal if question.fixed.has_pipeline(one))
 
 
 @cache
@@ -168,11 +228,34 @@ class Split(NamedTuple):
     microbatches: int
 
 
-def reshard_choices(split: Split) -> tuple[bool, ...]:
-    """Under pipelining gathered parameters stay; else they may be freed after forward, where any are gathered."""
+def modes(question: Question) -> tuple[Recompute, ...]:
+    """Of recompute."""
+    return MODES if question.fixed.recompute is None else (question.fixed.recompute,)
+
+
+def shards(question: Question, data_parallel: int) -> tuple[int, ...]:
+    """Every degree of sharding, the rest being whole copies, smallest first."""
+    fixed = question.fixed
+    if fixed.dp_shard is None and fixed.dp_replicate is None:
+        return divisors(data_parallel)
+    return tuple(
+        one
+        for one in divisors(data_parallel)
+        if fixed.dp_shard in (None, one) and fixed.dp_replicate in (None, data_parallel // one)
+    )
+
+
+def reshard_choices(question: Question, split: Split) -> tuple[bool, ...]:
+    """Under pipelining gathered parameters stay; else they may be freed after forward, where any are gathered.
+
+    Where nothing can be chosen nothing is fixed.
+    """
     if split.pp > 1:
         return (False,)
-    return (True, False) if split.data_parallel > 1 else (True,)
+    if split.data_parallel == 1:
+        return (True,)
+    fixed = question.fixed.reshard_after_forward
+    return (True, False) if fixed is None else (fixed,)
 
 
 def _degrees(question: Question) -> Iterator[tuple[int, int, int]]:
@@ -181,7 +264,9 @@ def _degrees(question: Question) -> Iterator[tuple[int, int, int]]:
         for pp in divisors(question.devices // tp):
             if pp > max(1, question.size.n_layers):
                 break
-            yield tp, pp, question.devices // tp // pp
+            data_parallel = question.devices // tp // pp
+            if question.fixed.pp in (None, pp) and shards(question, data_parallel):
+                yield tp, pp, data_parallel
 
 
 def splits(question: Question) -> Iterator[Split]:
@@ -190,7 +275,8 @@ def splits(question: Question) -> Iterator[Split]:
         samples, left = divmod(question.global_batch_size, data_parallel)
         if left == 0:
             for microbatch_size in divisors(samples):
-                yield Split(tp, pp, data_parallel, microbatch_size, samples // microbatch_size)
+                if question.fixed.microbatch_size in (None, microbatch_size):
+                    yield Split(tp, pp, data_parallel, microbatch_size, samples // microbatch_size)
 
 
 class LeftOut(NamedTuple):
@@ -233,9 +319,9 @@ def layouts(question: Question) -> Iterator[Layout]:
     """Every legal layout, without judging any."""
     for split in splits(question):
         for pipeline in pipelines(question, split.pp, split.microbatches):
-            for recompute in MODES:
-                for shard in divisors(split.data_parallel):
-                    for reshard in reshard_choices(split):
+            for recompute in modes(question):
+                for shard in shards(question, split.data_parallel):
+                    for reshard in reshard_choices(question, split):
                         replicas = split.data_parallel // shard
                         yield Layout(split.tp, pipeline, replicas, shard, split.microbatch_size, recompute, reshard)
 
@@ -252,7 +338,11 @@ def is_legal(question: Question, layout: Layout) -> bool:
     if layout.tp not in tensor_degrees(question):
         return False
     data_parallel = layout.dp_replicate * layout.dp_shard
-    if layout.tp * layout.pp * data_parallel != question.devices:
+    if layout.tp * layout.pp * data_parallel != question.devices or layout.dp_shard not in shards(
+        question, data_parallel
+    ):
+        return False
+    if layout.recompute not in modes(question) or question.fixed.microbatch_size not in (None, layout.microbatch_size):
         return False
     samples, left = divmod(question.global_batch_size, data_parallel)
     if left or samples % layout.microbatch_size:
@@ -261,7 +351,7 @@ def is_legal(question: Question, layout: Layout) -> bool:
     split = Split(layout.tp, layout.pp, data_parallel, layout.microbatch_size, microbatches)
     return layout.pipeline in pipelines(
         question, layout.pp, microbatches
-    ) and layout.reshard_after_forward in reshard_choices(split)
+    ) and layout.reshard_after_forward in reshard_choices(question, split)
 
 
 def values_of(layout: Layout) -> dict[str, object]:

@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from koushi.hardware.hardware import Hardware
 from koushi.plan.layouts import (
-    MODES,
     Layout,
     Pipeline,
     Question,
     Split,
-    divisors,
+    modes,
     pipelines,
     reshard_choices,
+    shards,
     splits,
 )
 from koushi.plan.moments import FAMILIES, Family
@@ -157,7 +157,7 @@ class _Search:
             elif isinstance(item, _Group):
                 self._open(item, floor)
             else:
-                for recompute in MODES:
+                for recompute in modes(self.question):
                     self._push(costs.group_floor(item, recompute), _Group(item, recompute))
         misses = self._misses() if self.found.fastest else self._smallest()
         best, front = self.found.ranked()
@@ -192,14 +192,14 @@ class _Search:
         costs = self.costs
         if isinstance(item, Split):
             schedules = {pipeline.schedule for pipeline in pipelines(self.question, item.pp, item.microbatches)}
-            for recompute in MODES:
+            for recompute in modes(self.question):
                 for family in {FAMILIES[schedule]: None for schedule in sorted(schedules)}:
                     yield costs.family_memory_floor(item, recompute, family), _Family(item, recompute, family)
             return
         split, recompute, family = item
         for pipeline in pipelines(self.question, split.pp, split.microbatches):
             if FAMILIES[pipeline.schedule] == family:
-                for layout in spread(split, recompute, pipeline):
+                for layout in spread(self.question, split, recompute, pipeline):
                     memory = costs.memory_floor(split, layout)
                     yield memory, _One(split, layout, memory, exact=False)
 
@@ -231,7 +231,7 @@ class _Search:
     def _go_on(self, item: _Fewer, floor: float) -> None:
         """From where ``_spread`` broke off."""
         split, layout, most, _ = item.one
-        for other in spread(split, layout.recompute, layout.pipeline):
+        for other in spread(self.question, split, layout.recompute, layout.pipeline):
             if other.reshard_after_forward == layout.reshard_after_forward and other.dp_shard < layout.dp_shard:
                 memory = self.costs.memory_floor(split, other)
                 if memory >= most:  # else it has been weighed
@@ -273,7 +273,7 @@ class _Search:
     def _spread(self, group: _Piped, group_floor: float) -> None:
         """Over the ways in which data parallel shards."""
         split, recompute, pipeline = group.split, group.recompute, group.pipeline
-        for layout in spread(split, recompute, pipeline):
+        for layout in spread(self.question, split, recompute, pipeline):
             memory = self.costs.memory_floor(split, layout)
             self._weigh(split, layout, group_floor, memory)
             if memory > self.costs.capacity and not layout.reshard_after_forward:
@@ -284,7 +284,10 @@ class _Search:
             return
         # But where nothing is cut, nothing is gathered.
         whole = layout._replace(dp_replicate=split.data_parallel, dp_shard=1)
-        if (least := self.costs.memory_floor(split, whole)) < memory:
+        if (
+            1 in shards(self.question, split.data_parallel)
+            and (least := self.costs.memory_floor(split, whole)) < memory
+        ):
             self._weigh(split, whole, group_floor, least)
 
     def _weigh(self, split: Split, layout: Layout, floor: float, memory: float) -> None:
@@ -378,10 +381,10 @@ def degrees_of(layout: Layout) -> Degrees:
     return (layout.tp, layout.pp)
 
 
-def spread(split: Split, recompute: Recompute, pipeline: Pipeline) -> Iterator[Layout]:
+def spread(question: Question, split: Split, recompute: Recompute, pipeline: Pipeline) -> Iterator[Layout]:
     """Every way for data parallel to shard and to replicate, most shards first."""
-    for reshard in reshard_choices(split):
-        for shard in reversed(divisors(split.data_parallel)):
+    for reshard in reshard_choices(question, split):
+        for shard in reversed(shards(question, split.data_parallel)):
             replicas = split.data_parallel // shard
             yield Layout(split.tp, pipeline, replicas, shard, split.microbatch_size, recompute, reshard)
 
@@ -389,7 +392,7 @@ def spread(split: Split, recompute: Recompute, pipeline: Pipeline) -> Iterator[L
 def legal_count(question: Question) -> int:
     """How many layouts there are, without making each."""
     return sum(
-        len(MODES) * len(divisors(one.data_parallel)) * len(reshard_choices(one))
+        len(modes(question)) * len(shards(question, one.data_parallel)) * len(reshard_choices(question, one))
         for one in splits(question)
         for pipeline in pipelines(question, one.pp, one.microbatches)
     )

@@ -9,11 +9,11 @@ from koushi.errors import Problem
 from koushi.hardware.collective import span
 from koushi.hardware.hardware import Hardware
 from koushi.plan.fixes import Wider
-from koushi.plan.layouts import Layout, Question, left_out
+from koushi.plan.layouts import Fixed, Layout, Question, left_out
 from koushi.plan.plan import Plan
 from koushi.plan.score import Scored
 from koushi.plan.search import SLOWEST, SearchResult
-from koushi.plan.text import gib, short, would_do
+from koushi.plan.text import argument, gib, short, would_do
 from koushi.units import counted
 
 _TOLD = 0.003
@@ -35,7 +35,8 @@ def search_text(
     """The ranking, the front, what is too large, and where the run file's own layout stands, or why it
     is not legal; or what would do."""
     devices = counted(question.devices, "device")
-    head = f"{result.legal:,} legal layouts of {devices}, {counted(result.judged, 'pipeline')} simulated"
+    legal = f"{result.legal:,} legal layouts of {devices}{fixed_text(question.fixed)}"
+    head = f"{legal}, {counted(result.judged, 'pipeline')} simulated"
     chosen = result.chosen
     if chosen is None:
         return "\n".join(
@@ -59,6 +60,12 @@ def search_text(
     else:
         lines += ["", _own(own, winner, chosen is ranked[0])]
     return "\n".join(lines)
+
+
+def fixed_text(fixed: Fixed) -> str:
+    """What the command line leaves no choice of, with a space before; empty where there is nothing."""
+    said = " ".join(argument(*one) for one in fixed.values().items())
+    return f" with {said}" if said else ""
 
 
 def _told(one: Scored, result: SearchResult, told: str) -> str:

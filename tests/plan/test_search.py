@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -13,7 +13,7 @@ from searched import base_of
 
 from koushi.hardware.hardware import Hardware, load
 from koushi.models.llama.sizes import LlamaSize
-from koushi.plan.layouts import Layout, Pipeline, Question, Split, layers_of, layouts, split_of
+from koushi.plan.layouts import Fixed, Layout, Pipeline, Question, Split, is_legal, layers_of, layouts, split_of
 from koushi.plan.memory import every_rank
 from koushi.plan.moments import (
     FAMILIES,
@@ -113,6 +113,44 @@ def loses_nothing(result: SearchResult, every: Sequence[Scored], gib: float) -> 
     assert result.chosen is not None
     assert result.chosen.seconds == pytest.approx(fastest)
     assert {result.is_tight(one) for one in result.misses} <= {False}
+
+
+def fixed_fields(layout: Layout) -> dict[str, object]:
+    """All that can be fixed of it: without a pipeline no schedule, without shards no resharding."""
+    found = {name: value for name, value in layout._asdict().items() if name != "pipeline"} | {"pp": layout.pp}
+    if layout.pp > 1:
+        found |= {name: getattr(layout.pipeline, name) for name in ("schedule", "stages_per_rank")}
+    if layout.pp > 1 or layout.dp_replicate * layout.dp_shard == 1:
+        del found["reshard_after_forward"]
+    return found
+
+
+def has(layout: Layout, wanted: Mapping[str, object]) -> bool:
+    found = fixed_fields(layout)
+    return all(found.get(name, value) == value for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("world", ["roomy", "tight", "odd", "deep"])
+def test_nothing_is_lost_of_what_is_fixed(world: str) -> None:
+    """Each field by each of its values, and fields of layouts drawn at random together."""
+    question, gib = WORLDS[world]
+    every, random = judged(world), Random(world)
+    single = {(name, value) for one in every for name, value in fixed_fields(one.layout).items()}
+    wishes = [{name: value} for name, value in sorted(single, key=str)]
+    for one in random.sample(every, 12):
+        fields = fixed_fields(one.layout)
+        wishes.append({name: fields[name] for name in random.sample(sorted(fields), random.randint(2, len(fields)))})
+    for wanted in wishes:
+        fixed = Fixed(**wanted)  # type: ignore[arg-type]
+        left = [one for one in every if has(one.layout, wanted)]
+        asked = replace(question, fixed=fixed)
+        assert [one for one in every if is_legal(asked, one.layout)] == left, wanted
+        assert Fixed.of(fixed.values()) == fixed
+        result = search(asked, base_of(question), hardware(gib))
+        if any(one.memory <= gib * 2**30 for one in left):
+            loses_nothing(result, left, gib)
+        else:
+            assert (result.best, result.chosen, result.legal) == ((), None, len(left)), wanted
 
 
 @worlds
