@@ -265,12 +265,13 @@ def changed(before: Workload, after: Workload, *, divided: bool = False) -> dict
 
 
 def more_devices(question: Question, workload: Workload, hardware: Hardware) -> Wider | None:
-    """How many of 2, 4, 8 ... times the devices have a layout that fits; None where none up to 64 times does."""
-    times = 2
-    while times <= MOST_TIMES:
-        devices = question.devices * times
+    """How many devices have a layout that fits: of the powers of two above, and of 2, 4, 8 ... times as many, the
+    fewest; None where none up to 64 times does."""
+    most = question.devices * MOST_TIMES
+    doubled = {question.devices << power for power in range(1, MOST_TIMES.bit_length())}
+    powers = {1 << power for power in range(question.devices.bit_length(), most.bit_length())}
+    for devices in sorted(doubled | {one for one in powers if one <= most}):
         chosen = search(replace(question, devices=devices), workload, hardware).chosen
         if chosen:
             return Wider(devices, chosen.layout, chosen.seconds, chosen.memory)
-        times *= 2
     return None

@@ -12,7 +12,17 @@ from koushi.check.check import check
 from koushi.config.load import load
 from koushi.job import Job
 from koushi.plan.command import hardware_of
-from koushi.plan.fixes import MARKED, WORTH, Advice, Fix, advice, cheapest_pair, neighbours, single_changes
+from koushi.plan.fixes import (
+    MARKED,
+    WORTH,
+    Advice,
+    Fix,
+    advice,
+    cheapest_pair,
+    more_devices,
+    neighbours,
+    single_changes,
+)
 from koushi.plan.layouts import is_legal, layout_of, question_of
 from koushi.plan.plan import Plan, plan
 from koushi.plan.search import search
@@ -237,6 +247,15 @@ def test_where_nothing_fits_more_devices_are_named(tmp_path: Path, pipeline: lis
     assert after.memory.device == found.wider.memory
     half = search(question_of(job, int(devices) // 2), of_job(job), hardware_of(job))
     assert half.best == ()
+
+
+@pytest.mark.parametrize(("devices", "more"), [(61, 64), (24, 32), (33, 64)])
+def test_the_next_power_of_two_may_do_where_the_devices_are_none(tmp_path: Path, devices: int, more: int) -> None:
+    overrides = ["model.name=llama3-70b", f"--dp-shard={devices}", f"training.global_batch_size={devices * more}"]
+    question, workload = question_of(job := job_of(tmp_path, *overrides)), of_job(job)
+    small = replace(hardware_of(job).chip, memory_gib=2300 / more)
+    found = more_devices(question, workload, replace(hardware_of(job), chip=small))
+    assert found is not None and found.devices == more
 
 
 def test_where_nothing_helps_it_says_so(tmp_path: Path) -> None:
