@@ -28,6 +28,7 @@ from koushi.dryrun.world import DeviceKind
 from koushi.errors import AuditFailed, NotAsPlanned
 from koushi.job import Job
 from koushi.output import check_target, tell
+from koushi.parallel.compile import load_compiler
 from koushi.plan.command import hardware_of
 from koushi.plan.edges import seconds_of
 from koushi.plan.plan import Plan, plan
@@ -101,6 +102,8 @@ def run_dry(job: Job, *, every_event: bool = False) -> DryRun:
     With ``every_event`` no trace is extrapolated, however large the job.
     """
     torch.set_num_threads(1)
+    if job.config.training.compile:
+        load_compiler()
     kind = device_kind(job)
     classes = rank_classes(job)
     if sys.stderr.isatty():
