@@ -248,6 +248,14 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 @anything
+def test_links_within_a_document_lead_to_a_heading(document: str) -> None:
+    """As GitHub names headings."""
+    text = prose(document)
+    headings = {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in re.findall(r"(?m)^#+ (.+)$", text)}
+    assert set(re.findall(r"\]\(#([^)\s]+)\)", text)) - headings == set()
+
+
+@anything
 def test_files_named_in_code_are_there(document: str) -> None:
     names = re.findall(r"`((?:koushi|tests|examples|benchmarks)/[\w./]*)`", prose(document))
     assert [name for name in names if not (ROOT / name).exists()] == []
