@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 from koushi.config.schema import Run
@@ -30,16 +31,28 @@ def run_folder(run: Run, name: str, continues: bool) -> Path:
             )
         return folder
     last: Path | None = None
-    for count in itertools.count(1):
-        folder = RUNS / (name if count == 1 else f"{name}-{count}")
+    for folder in folders_of(name):
         if not holds_run(folder) and not is_claimed(folder):
             return last if continues and last is not None and (last / CHECKPOINTS).is_dir() else folder
         last = folder
     raise AssertionError("unreachable: there is always a next number")
 
 
+def folders_of(name: str) -> Iterator[Path]:
+    """``runs/<name>``, ``runs/<name>-2`` and so on without end."""
+    for count in itertools.count(1):
+        yield RUNS / (name if count == 1 else f"{name}-{count}")
+
+
 def holds_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").exists()
+    """Whether a run has written into ``folder``, be it that only its checkpoints were copied there."""
+    return contents(folder) != ()
+
+
+def contents(folder: Path) -> tuple[str, ...]:
+    """What a run has left in ``folder``, so far as another run's choice of it hangs on that."""
+    checkpoints = (folder / CHECKPOINTS).glob("step-*")
+    return (*sorted(one.name for one in checkpoints), *(("metrics",) if (folder / "metrics.jsonl").exists() else ()))
 
 
 def is_claimed(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -51,20 +51,24 @@ def none_whole(problems: Sequence[Exception]) -> CheckpointError:
     assert problems, "no folders were looked at"
     many = f"none of {len(problems)} checkpoints is whole: " if len(problems) > 1 else ""
     kind = WrongCheckpoint if all(isinstance(one, WrongCheckpoint) for one in problems) else CheckpointError
-    return kind(f"{many}{problems[0]}; resume from another one, or begin anew with run.resume never")
+    return kind(f"{many}{problems[0]}; resume from another one, or begin anew in another run.folder")
 
 
 def check_size(folder: Path, head: Head, size: LlamaSize, legal: str = "") -> None:
     """Raises WrongCheckpoint, naming what differs and what is ``legal``, where the checkpoint is of another model."""
-    theirs = head.config.get("model", {})
-    differ = [
+    differ = size_differences(head.config.get("model", {}), size)
+    if differ:
+        text = f"{folder} is a checkpoint of another model: it has {', '.join(differ)}"
+        raise WrongCheckpoint(f"{text}; {legal}" if legal else text)
+
+
+def size_differences(theirs: Mapping[str, Any], size: LlamaSize) -> list[str]:
+    """Of a resolved run file's model from ``size``."""
+    return [
         f"{name} {_plain(theirs.get(name))} (here {_plain(getattr(size, name))})"
         for name in (field.name for field in fields(size))
         if _plain(theirs.get(name)) != _plain(getattr(size, name))
     ]
-    if differ:
-        text = f"{folder} is a checkpoint of another model: it has {', '.join(differ)}"
-        raise WrongCheckpoint(f"{text}; {legal}" if legal else text)
 
 
 def _plain(value: Any) -> Any:

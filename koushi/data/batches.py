@@ -43,6 +43,7 @@ def open_samples(job: Job) -> Samples:
             validation_fraction=data.validation_fraction,
             end_of_document_id=corpus.end_of_document_id,
             predict_across_documents=data.predict_across_documents,
+            content=corpus.digest,
         )
     if config.validation.every and not samples.validation_count:
         raise DataError(

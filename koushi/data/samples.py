@@ -44,13 +44,18 @@ class Samples(ABC):
 
     @property
     def digest(self) -> str:
-        """Tells this data from other data, cheaply: by how much there is, and its first and last sample."""
-        about = f"{self.train_count} {self.validation_count} {self.seq_len} {self.seed}"
+        """Tells this data from other data: by how much there is, what it is made of, and its first and last sample."""
+        about = f"{self.train_count} {self.validation_count} {self.seq_len} {self.seed} {self.content}"
         found = blake2b(about.encode(), digest_size=8)
         for index in (0, self.train_count + self.validation_count - 1):
             for ids in self.sample(index):
                 found.update(np.ascontiguousarray(ids, dtype="<i8").tobytes())
         return found.hexdigest()
+
+    @property
+    @abstractmethod
+    def content(self) -> str:
+        """Tells what the samples are cut from; from their first and last, what is between would not be known."""
 
     @abstractmethod
     def sample(self, index: int) -> Sample:
@@ -90,7 +95,9 @@ class Packed(Samples):
         validation_fraction: float = 0.0,
         end_of_document_id: int | None = None,
         predict_across_documents: bool = False,
+        content: str = "",
     ):
+        """``content``: a hash of all the tokens."""
         count = max(0, len(tokens) - 1) // seq_len
         if count == 0:
             shorter = f", or a seq_len of at most {len(tokens) - 1}" if len(tokens) > 1 else ""
@@ -101,6 +108,11 @@ class Packed(Samples):
         super().__init__(count, seq_len, seed, validation_fraction)
         self._tokens = tokens
         self._boundary = None if predict_across_documents else end_of_document_id
+        self._content = content
+
+    @property
+    def content(self) -> str:
+        return f"{self._content} {self._boundary}"
 
     def sample(self, index: int) -> Sample:
         start = index * self.seq_len
@@ -131,6 +143,10 @@ class Synthetic(Samples):
         super().__init__(SYNTHETIC_SAMPLES, seq_len, seed, validation_fraction)
         self._vocab_size = vocab_size
         self._masked_fraction = masked_fraction
+
+    @property
+    def content(self) -> str:
+        return f"synthetic {self._vocab_size} {self._masked_fraction}"
 
     def sample(self, index: int) -> Sample:
         # Only a bit generator's raw numbers are promised to stay the same in every version of NumPy.

@@ -15,7 +15,7 @@ from koushi.config.describe import Key, keys
 from koushi.config.load import load
 from koushi.config.spelling import nearest
 from koushi.config.write import value_text
-from koushi.errors import ConfigError, KoushiError, Problem
+from koushi.errors import ConfigError, Problem
 from koushi.hardware.hardware import ASSUMED, Hardware
 from koushi.hardware.hardware import load as load_hardware
 from koushi.job import Job
@@ -108,8 +108,8 @@ def init(
     try:
         # The smallest model shows on any machine that everything works, so its layout is that of no hardware.
         return _planned(draft, may_search=choose is None and (model != DEBUG or hardware is not None))
-    except KoushiError:
-        path.unlink()  # such as a sequence that this mesh cannot split: no file is better than one that is refused
+    except BaseException:  # such as a sequence that this mesh cannot split, or Ctrl-C in the search
+        path.unlink(missing_ok=True)  # no file is better than one that is refused, or than the draft of another
         raise
 
 

@@ -15,8 +15,9 @@ _COMPARED = ("training", "precision", "optimizer", "lr_schedule", "data")
 """Sections of the run file that say what is computed; the sizes under ``model`` are compared elsewhere."""
 _LAYOUT = ("training.microbatch_size", "training.recompute", "training.compile")
 """Keys of theirs that change how it is computed alone."""
-_ALLOWED = ("training.steps", "data.path", "data.tokenizer")
-"""A run may get longer, and files may lie elsewhere: what is read from them is compared."""
+_LENGTH = "training.steps"
+_DATA = "data."
+"""Keys that begin so say how samples come about, and the samples themselves are compared."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,12 @@ class Change:
 
     @property
     def is_another_run(self) -> bool:
-        """Whether a run does not go on with it by itself."""
-        return self.key not in _ALLOWED
+        """Whether a run does not go on with it by itself, whatever its data is: one may get longer."""
+        return self.key != _LENGTH and not self.is_of_data
+
+    @property
+    def is_of_data(self) -> bool:
+        return self.key.startswith(_DATA)
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
@@ -51,9 +56,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
 
 
 def is_another_folder(before: str | None, now: str | None) -> bool:
-    """Whether a run that began from the weights in ``before`` is told to begin from others: not where one of them is
-    not named, which a run goes on without, nor where the same folder was moved."""
+    """Whether a run that began from the weights in ``before`` is told to begin from others: not where it is told of
+    none, which it goes on without, nor where the same folder was moved."""
     if before is None or now is None:
-        return False
+        return now is not None
     old, new = Path(before), Path(now)
-    return old.name != new.name or (old.is_dir() and not (new.is_dir() and old.samefile(new)))
+    if old.is_dir():
+        return not (new.is_dir() and old.samefile(new))
+    return old.name != new.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +16,15 @@ from koushi.check.check import check
 from koushi.config.load import RunFile, load
 from koushi.config.write import write_resolved
 from koushi.data.batches import open_samples
+from koushi.data.samples import Samples
 from koushi.errors import TrainingError
 from koushi.job import Job
 from koushi.models.llama.flops import parameter_count
 from koushi.parallel.device_mesh import agents_store, resolve_device
-from koushi.run_folder import RESOLVED
+from koushi.run_folder import RESOLVED, contents
 from koushi.train.claim import claimed
 from koushi.train.launch import launch
-from koushi.train.resume import RunPlace, check_data, finished, run_place, without_hf_folder
+from koushi.train.resume import RunPlace, begin_anew, check_data, finished, run_place, without_hf_folder
 from koushi.train.room import refuse_too_large
 from koushi.train.trainer import train_rank
 from koushi.units import count_text, counted
@@ -44,29 +45,46 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
     if mended and leads:
         print(mended, file=sys.stderr)
     place = run_place(job, begun)
-    folder = place.folder
     step = finished(job, place)
     if step is None and "WORLD_SIZE" not in os.environ and resolve_device(job.config.run.device) == "cpu":
         refuse_too_large(job)
     if leads:  # what is wrong with the data is told before any process starts
-        check_data(job, place, open_samples(job), begun)
+        samples = open_samples(job)
+        check_data(job, place, samples, begun)
     if step is not None:
         if leads:
             click.echo(
-                f"{folder} is finished, with a checkpoint of step {step} of {job.config.training.steps}; "
-                "a higher training.steps goes on from there, --resume never begins anew"
+                f"{place.folder} is finished, with a checkpoint of step {step} of {job.config.training.steps}; "
+                f"a higher training.steps goes on from there, {begin_anew(job)}"
             )
         return
-    with claimed(folder) if leads else nullcontext():
+    with ExitStack() as held:
         if leads:
+            place = _claim(job, begun, samples, held)
             prepare(job, place)
             if store is not None:
-                store.set(BEGUN, str(folder))
+                store.set(BEGUN, str(place.folder))
             click.echo(headline(job))
         launch(partial(train_rank, place=place), job, max_restarts)
     if leads:
         lost = "" if job.config.checkpoint.every else "; checkpoint.every=N would have kept the weights"
-        click.echo(f"done; wrote {folder / 'metrics.jsonl'} and {folder / RESOLVED}{lost}")
+        click.echo(f"done; wrote {place.folder / 'metrics.jsonl'} and {place.folder / RESOLVED}{lost}")
+
+
+def _claim(job: Job, begun: Path | None, samples: Samples, held: ExitStack) -> RunPlace:
+    """Where ``job`` writes, held for it: chosen again where, since it was chosen, another run has begun or saved there.
+
+    Raises as ``run_place`` and ``claimed`` do.
+    """
+    while True:
+        place = run_place(job, begun)
+        check_data(job, place, samples, begun)
+        before = contents(place.folder)
+        with ExitStack() as trying:
+            trying.enter_context(claimed(place.folder))
+            if contents(place.folder) == before:
+                held.push(trying.pop_all())
+                return place
 
 
 def prepare(job: Job, place: RunPlace) -> None:
@@ -74,7 +92,10 @@ def prepare(job: Job, place: RunPlace) -> None:
     try:
         if job.config.checkpoint.every:
             place.checkpoints.mkdir(exist_ok=True)
-        write_resolved(job.config, place.folder / RESOLVED)
+        run, source = job.config.run, place.source
+        if source is not None:  # to be found again from any folder, should this run end before it has saved
+            run = run.model_copy(update={"resume": str(source.absolute())})
+        write_resolved(job.config.model_copy(update={"run": run}), place.folder / RESOLVED)
     except OSError as error:
         raise TrainingError(f"cannot write into the run's folder: {error}; choose another run.folder") from None
 

@@ -10,13 +10,18 @@ from koushi.units import counted
 MORE = "allow more (ulimit -n, the hard limit too)"
 
 
+def fewest(world: int) -> int:
+    """With which such a world starts."""
+    return 40 if world == 1 else 56 + 8 * world
+
+
 def raise_limit(world: int) -> None:
     """Let processes open enough: the parent a few per rank, a rank some per peer and group.
 
     Raises TrainingError where that is not allowed and even the start would fail.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted, least = 1024 + 16 * world, 36 + 4 * world
+    wanted, least = 1024 + 16 * world, fewest(world)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

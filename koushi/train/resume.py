@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from koushi.checkpoint.folders import published
-from koushi.checkpoint.manifest import Head
-from koushi.checkpoint.newest import candidates, check_size, newest
-from koushi.config.load import RunFile
-from koushi.config.schema import Model, Run
+from koushi.checkpoint.newest import candidates, check_size, newest, size_differences
+from koushi.config.load import RunFile, load
+from koushi.config.schema import JobConfig, Model, Run
 from koushi.data.samples import Samples
-from koushi.errors import RunRefused, WeightsError
+from koushi.errors import CheckpointError, ConfigError, RunRefused, WeightsError
 from koushi.job import Job
 from koushi.models.llama.hf import check_folder
-from koushi.run_folder import CHECKPOINTS, run_folder
+from koushi.run_folder import CHECKPOINTS, RESOLVED, folders_of, holds_run, run_folder
 from koushi.train.changes import DATA, changes, is_another_folder
 
 
@@ -49,14 +49,11 @@ def run_place(job: Job, begun: Path | None = None) -> RunPlace:
     one whose run computes something else, CheckpointError for a checkpoint that cannot be gone on with.
     """
     place = _place(job.config.run, job.name, begun)
+    if _by_itself(job, begun):
+        _refuse_another_run(job, place)
     if place.found:
         folder, manifest = newest(place.found)
-        if _by_itself(job, begun):
-            check_size(folder, manifest.head, job.size, _begin_anew(job))
-            found = changes(manifest.head.config, job.config.model_dump(mode="json"))
-            _refuse(job, place, manifest.head, [str(one) for one in found if one.is_another_run])
-        else:
-            check_size(folder, manifest.head, job.size)
+        check_size(folder, manifest.head, job.size, begin_anew(job) if _by_itself(job, begun) else "")
         if folder.parent != place.checkpoints and manifest.head.step >= job.config.training.steps:
             raise RunRefused(
                 f"{folder} is a checkpoint of step {manifest.head.step}, and training.steps is "
@@ -67,9 +64,41 @@ def run_place(job: Job, begun: Path | None = None) -> RunPlace:
 
 def check_data(job: Job, place: RunPlace, samples: Samples, begun: Path | None = None) -> None:
     """Raises RunRefused where ``job`` would by itself go on with ``samples`` that are not those of the checkpoint."""
-    if place.found and _by_itself(job, begun):
-        head = newest(place.found)[1].head
-        _refuse(job, place, head, [DATA] if head.data and head.data != samples.digest else [])
+    own = published(place.checkpoints)
+    if own and _by_itself(job, begun):
+        head = newest(own)[1].head
+        if head.data and head.data != samples.digest:
+            found = changes(head.config, job.config.model_dump(mode="json"))
+            raise RunRefused(_refusal(job, place, head.step, [*(str(one) for one in found if one.is_of_data), DATA]))
+
+
+def _refuse_another_run(job: Job, place: RunPlace) -> None:
+    """Raises RunRefused where the folder of ``place`` holds a run that computes something else."""
+    own, now = published(place.checkpoints), job.config.model_dump(mode="json")
+    if own:
+        folder, manifest = newest(own)
+        check_size(folder, manifest.head, job.size, begin_anew(job))
+        before, step = manifest.head.config, manifest.head.step
+        differs: list[str] = []
+    else:
+        config = _begun_with(place.folder)
+        if config is None:
+            return
+        before, step = config.model_dump(mode="json"), 0
+        differs = size_differences(before["model"], job.size)
+    found = list(changes(before, now))
+    # Before there is a checkpoint nothing tells of the data but the run file.
+    if differs or any(one.is_another_run or (step == 0 and one.is_of_data) for one in found):
+        told = [str(one) for one in found if one.is_another_run or one.is_of_data]
+        raise RunRefused(_refusal(job, place, step, [*differs, *told]))
+
+
+def _begun_with(folder: Path) -> JobConfig | None:
+    """The run file of the run that ``folder`` holds; None where there is no run, or its file cannot be read."""
+    try:
+        return load(folder / RESOLVED).config if holds_run(folder) else None
+    except ConfigError:
+        return None
 
 
 def _by_itself(job: Job, begun: Path | None) -> bool:
@@ -78,21 +107,35 @@ def _by_itself(job: Job, begun: Path | None) -> bool:
     return job.config.run.resume == "auto" and begun is None
 
 
-def _refuse(job: Job, place: RunPlace, head: Head, differs: Sequence[str]) -> None:
-    """Raises RunRefused, with the ways out, where something ``differs``."""
-    if not differs:
-        return
-    run, steps = job.config.run, job.config.training.steps
-    longer = f" with training.steps above {head.step}" if head.step >= steps else ""
-    where = f", in {_next_free(job)}" if run.folder is None else ", in another run.folder"
-    raise RunRefused(
-        f"{place.folder} holds another run, saved at step {head.step}; what differs: {', '.join(differs)}\n"
-        f"  {_begin_anew(job)}\n"
-        f"  --resume {place.folder}{longer} goes on from it with the change{where}"
-    )
+def _refusal(job: Job, place: RunPlace, step: int, differs: Sequence[str]) -> str:
+    """What ``differs`` from the run in the folder, saved at ``step`` (0: not yet), and the ways out."""
+    run, saved = job.config.run, f"saved at step {step}" if step else "which has saved no checkpoint yet"
+    lines = [f"{place.folder} holds another run, {saved}; what differs: {', '.join(differs)}", f"  {begin_anew(job)}"]
+    if step:
+        longer = f" with training.steps above {step}" if step >= job.config.training.steps else ""
+        where = f", in {_next_free(job)}" if run.folder is None else ", in another run.folder"
+        lines.append(f"  --resume {place.folder}{longer} goes on from it with the change{where}")
+    if run.folder is None and (same := _same_run(job, place.folder)) is not None:
+        lines.append(f"  run.folder={same} goes on with the run in {same}, of which nothing differs")
+    return "\n".join(lines)
 
 
-def _begin_anew(job: Job) -> str:
+def _same_run(job: Job, last: Path) -> Path | None:
+    """Of the job's folders before ``last`` the latest whose run computes the same."""
+    now = job.config.model_dump(mode="json")
+    for folder in reversed(list(takewhile(lambda one: one != last, folders_of(job.name)))):
+        try:
+            head = newest(published(folder / CHECKPOINTS) or [folder])[1].head
+        except CheckpointError:
+            continue
+        alike = not size_differences(head.config["model"], job.size)
+        if alike and not any(one.is_another_run or one.is_of_data for one in changes(head.config, now)):
+            return folder
+    return None
+
+
+def begin_anew(job: Job) -> str:
+    """How a run of ``job`` would not go on with what is there."""
     if job.config.run.folder is not None:
         return "another run.folder begins anew"
     return f"--resume never begins anew in {_next_free(job)}, another run.folder in one of its own"
@@ -108,7 +151,12 @@ def _place(run: Run, name: str, begun: Path | None) -> RunPlace:
         return RunPlace(begun, source)
     # A world that the launcher has restarted goes on with what its first start began.
     continues = run.resume == "auto" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return RunPlace(run_folder(run, name, continues), source)
+    folder = run_folder(run, name, continues)
+    if run.resume == "auto" and not published(folder / CHECKPOINTS):
+        config = _begun_with(folder)
+        if config is not None and config.run.resume not in ("auto", "never"):
+            source = Path(config.run.resume)  # which the run was told as it began, and has not got beyond
+    return RunPlace(folder, source)
 
 
 def without_hf_folder(run_file: RunFile, begun: Path | None = None) -> tuple[RunFile, str]:

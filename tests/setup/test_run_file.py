@@ -24,6 +24,7 @@ from koushi.plan.plan import plan
 from koushi.plan.search import search
 from koushi.plan.text import short, verdict
 from koushi.plan.workload import of_job
+from koushi.setup import run_file
 from koushi.setup.degrees import rule_of_thumb
 from koushi.setup.first_layout import WORTH
 from koushi.setup.launch_script import launch
@@ -266,3 +267,13 @@ def test_the_smallest_trains_as_it_is(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_ctrl_c_in_the_search_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_file, "choose_layout", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        init(tmp_path / "run.yaml", "llama3-8b", 8)
+    assert list(tmp_path.iterdir()) == []

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny import TINY, tiny_file, tiny_job
 
+from koushi.config.load import load
 from koushi.config.schema import JobConfig
 from koushi.data.batches import open_samples
+from koushi.data.samples import Samples
 from koushi.errors import RunRefused, WrongCheckpoint
+from koushi.job import Job
+from koushi.train import command
 from koushi.train.changes import changes, is_another_folder
 from koushi.train.command import train
 from koushi.train.resume import check_data, run_place
@@ -25,7 +30,7 @@ OTHER_RUNS = {
     "training.seed=1": "training.seed 0 -> 1",
     "training.seq_len=16": "training.seq_len 8 -> 16",
     "training.global_batch_size=8": "training.global_batch_size 4 -> 8",
-    "data.masked_fraction=0.5": "data.masked_fraction 0.0 -> 0.5",
+    "data.masked_fraction=0.5": "data.masked_fraction 0.0 -> 0.5, the training data itself",
     "lr_schedule.warmup_steps=1": "lr_schedule.warmup_steps 0 -> 1",
     "precision.compute=bfloat16": "precision.compute float32 -> bfloat16",
 }
@@ -56,11 +61,11 @@ def everything(folder: Path) -> dict[str, bytes | None]:
 
 def refusal(path: Path, *overrides: str) -> str:
     """What a refused run is told, which has written nothing."""
-    before = everything(path.parent)
+    before = everything(path.parent / "runs")
     with pytest.raises(RunRefused) as caught:
         train(path, overrides)
     assert caught.value.exit_code == 2
-    assert everything(path.parent) == before
+    assert everything(path.parent / "runs") == before
     return str(caught.value)
 
 
@@ -178,7 +183,9 @@ def test_other_training_data_is_refused_wherever_it_lies(
     train(path, ["data.path=elsewhere/two.bin", *more])
     ids[:40].tofile(tmp_path / "one.bin")
     before = everything(tmp_path / "runs")
-    with pytest.raises(RunRefused, match=r"what differs: the training data itself\n  --resume never begins anew in "):
+    with pytest.raises(
+        RunRefused, match=r"what differs: (data\.path .*, )?the training data itself\n  --resume never begins anew in "
+    ):
         train(path, more)
     assert everything(tmp_path / "runs") == before
     train(path, ["run.resume=runs/tiny", "training.steps=6"])
@@ -190,7 +197,7 @@ def test_every_key_that_is_not_of_the_layout_tells_another_run() -> None:
     now = JobConfig().model_dump(mode="json")
     free = {"parallelism", "validation", "metrics", "checkpoint", "run", "debug"}
     layout = {"training.microbatch_size", "training.recompute", "training.compile"}
-    allowed = {"training.steps", "data.path", "data.tokenizer"}
+    allowed = {"training.steps", *(f"data.{key}" for key in now["data"])}  # of data, the samples are compared
     for section in now.keys() - {"model"}:
         for key in now[section]:
             name = f"{section}.{key}"
@@ -212,9 +219,114 @@ def test_a_folder_that_was_moved_is_not_another(tmp_path: Path) -> None:
     for name in ("a/model", "b/model", "b/other"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to("a")
+    (tmp_path / "of another name").symlink_to("a/model")
     here, there, other, gone = (str(tmp_path / name) for name in ("a/model", "b/model", "b/other", "gone/model"))
     assert is_another_folder(here, there) and is_another_folder(here, other) and is_another_folder(gone, other)
     assert not is_another_folder(gone, here)
     assert not is_another_folder(here, str(tmp_path / "link" / "model"))
-    assert not is_another_folder(None, here) and not is_another_folder(here, None)
+    assert is_another_folder(None, here), "of a run that began from random weights"
+    assert not is_another_folder(here, None) and not is_another_folder(None, None)
+    assert not is_another_folder(here, str(tmp_path / "of another name"))
     assert is_another_folder(here, gone), "what is named now is missing; what the run began from is there"
+
+
+@pytest.mark.parametrize("changed", ["middle", "order"])
+def test_training_data_is_told_by_all_of_it(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by how much there is and where it begins and ends alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KOUSHI_CACHE", str(tmp_path / "cache"))
+    ids = np.arange(500, dtype="<u2") % 32
+    ids.tofile(tmp_path / "one.bin")
+    path = tiny_file(tmp_path, RUN.replace("synthetic", "tokens, path: one.bin"))
+    train(path)
+    ids[200:300] = 0 if changed == "middle" else ids[200:300][::-1]
+    ids.tofile(tmp_path / "one.bin")
+    assert "; what differs: the training data itself" in refusal(path, *UNFINISHED)
+
+
+def test_settings_of_data_that_make_no_other_samples_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KOUSHI_CACHE", str(tmp_path / "cache"))
+    (np.arange(500, dtype="<u2") % 32).tofile(tmp_path / "one.bin")
+    path = tiny_file(tmp_path, RUN.replace("synthetic", "tokens, path: one.bin"))
+    train(path)
+    train(path, ["data.text_key=body", *UNFINISHED])
+    assert steps(FOLDER) == [1, 2, 3, 4, 5]
+
+
+def test_weights_that_a_run_did_not_begin_from_are_refused(path: Path) -> None:
+    job = tiny_job(path.parent, "checkpoint.every=2", *UNFINISHED)
+    theirs = job.config.model.model_copy(update={"hf": str(path.parent / "pretrained")})
+    with pytest.raises(RunRefused, match=r"what differs: model\.hf None -> .*pretrained"):
+        run_place(replace(job, config=job.config.model_copy(update={"model": theirs})))
+
+
+@pytest.fixture
+def unsaved(path: Path) -> Path:
+    """The run file of a run that ended before its first checkpoint."""
+    shutil.rmtree(FOLDER / "checkpoints")
+    (FOLDER / "checkpoints").mkdir()
+    return path
+
+
+@pytest.mark.parametrize("override", [*OTHER_RUNS, "model.dim=32"])
+def test_another_run_is_refused_where_nothing_was_saved_too(override: str, unsaved: Path) -> None:
+    """Its metrics and its run file are those of a run."""
+    before = everything(unsaved.parent)
+    with pytest.raises(RunRefused) as caught:
+        train(unsaved, [override, *UNFINISHED])
+    assert everything(unsaved.parent) == before
+    first, *ways = str(caught.value).splitlines()
+    assert first.startswith("runs/tiny holds another run, which has saved no checkpoint yet; what differs: ")
+    assert ways == ["  --resume never begins anew in runs/tiny-2, another run.folder in one of its own"]
+
+
+def test_the_same_run_begins_again_where_nothing_was_saved(unsaved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(unsaved, UNFINISHED)
+    assert steps(FOLDER) == [1, 2, 3, 4, 5]
+    assert "no checkpoint yet: beginning again at step 1" in capfd.readouterr().err
+
+
+def test_what_a_run_was_told_to_begin_from_holds_until_it_has_saved(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = ("optimizer.lr=1e-4", *UNFINISHED)
+    train(path, ["run.resume=runs/tiny", *change])
+    own = Path("runs/tiny-2")
+    shutil.rmtree(own / "checkpoints")
+    (own / "checkpoints").mkdir()
+    train(path, change)
+    assert steps(own) == [4, 5], "from step 3 of runs/tiny"
+    refusal(path, "training.seed=3", *UNFINISHED)
+
+
+def test_never_begins_anew_where_only_checkpoints_are_left(path: Path) -> None:
+    (FOLDER / "metrics.jsonl").unlink()
+    train(path, ["run.resume=never", "optimizer.lr=1e-4"])
+    assert steps(Path("runs/tiny-2")) == [1, 2, 3]
+
+
+def test_the_folder_of_the_same_run_is_named_where_the_last_holds_another(path: Path) -> None:
+    train(path, ["run.resume=never", "optimizer.lr=1e-4"])
+    assert refusal(path, *UNFINISHED).splitlines()[-1] == (
+        "  run.folder=runs/tiny goes on with the run in runs/tiny, of which nothing differs"
+    )
+    train(path, ["run.folder=runs/tiny", *UNFINISHED])
+    assert steps(FOLDER) == [1, 2, 3, 4, 5]
+
+
+def test_a_folder_that_another_run_took_meanwhile_is_not_written_over(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that began and ended while this one prepared its data."""
+    opened = command.open_samples
+
+    def late(job: Job) -> Samples:
+        monkeypatch.setattr(command, "open_samples", opened)
+        train(path, ["run.resume=never", "optimizer.lr=1e-4"])
+        return opened(job)
+
+    monkeypatch.setattr(command, "open_samples", late)
+    train(path, ["run.resume=never"])
+    rates = [load(Path(f"runs/tiny-{number}") / "config.yaml").config.optimizer.lr for number in (2, 3)]
+    assert rates == [1e-4, 1e-2]
