@@ -30,7 +30,7 @@ from koushi.errors import WeightsError
 from koushi.models.llama.hf import check_folder
 from koushi.models.llama.sizes import PRESETS, LlamaSize
 
-MOST_LAYERS = 100_000
+MOST_LAYERS = 10_000
 
 
 def legal_tensor_degrees(size: LlamaSize) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1, strict=True)]
-Layers = Annotated[int, Field(ge=1, le=10_000, strict=True)]
 Natural = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -59,7 +58,7 @@ class Model(Section):
     """Token ids that the model knows."""
     dim: Count | None = None
     """Width of the residual stream."""
-    n_layers: Layers | None = None
+    n_layers: Count | None = None
     """Transformer blocks."""
     n_heads: Count | None = None
     """Query heads."""

@@ -56,11 +56,14 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
 
 
 def is_another_folder(before: str | None, now: str | None) -> bool:
-    """Whether a run that began from the weights in ``before`` is told to begin from others: not where it is told of
-    none, which it goes on without, nor where the same folder was moved."""
-    if before is None or now is None:
-        return now is not None
-    old, new = Path(before), Path(now)
+    """Whether a run that began from the weights in ``before`` is told to begin from others: not where there are none,
+    which it goes on without, nor where the same folder was moved."""
+    if now is None:
+        return False
+    new = Path(now)
+    if before is None:
+        return new.is_dir()
+    old = Path(before)
     if old.is_dir():
         return not (new.is_dir() and old.samefile(new))
     return old.name != new.name

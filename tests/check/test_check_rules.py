@@ -101,7 +101,7 @@ CASES = [
         "n_heads that divide 24 into even parts: 1, 2, 3, 4, 6 or 12",
     ),
     ("model: {n_kv_heads: §3}", "model.n_kv_heads", "3 KV heads do not divide 8 heads", "n_kv_heads 1, 2, 4 or 8"),
-    ("model: {n_layers: §1000000}", "model.n_layers", "is 1000000", "at most 100000 layers"),
+    ("model: {n_layers: §1000000}", "model.n_layers", "is 1000000", "at most 10000 layers"),
     ("training: {global_batch_size: §1000002}", "training.global_batch_size", "is 1000002", "at most 1000000 samples"),
     (
         "model: {rope_scaling: {high_freq_factor: §1}}",

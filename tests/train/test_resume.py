@@ -226,6 +226,7 @@ def test_a_folder_that_was_moved_is_not_another(tmp_path: Path) -> None:
     assert not is_another_folder(here, str(tmp_path / "link" / "model"))
     assert is_another_folder(None, here), "of a run that began from random weights"
     assert not is_another_folder(here, None) and not is_another_folder(None, None)
+    assert not is_another_folder(None, gone), "the folder is gone, and so it was when the run was last saved"
     assert not is_another_folder(here, str(tmp_path / "of another name"))
     assert is_another_folder(here, gone), "what is named now is missing; what the run began from is there"
 
@@ -256,6 +257,7 @@ def test_settings_of_data_that_make_no_other_samples_go_on(tmp_path: Path, monke
 
 def test_weights_that_a_run_did_not_begin_from_are_refused(path: Path) -> None:
     job = tiny_job(path.parent, "checkpoint.every=2", *UNFINISHED)
+    (path.parent / "pretrained").mkdir()
     theirs = job.config.model.model_copy(update={"hf": str(path.parent / "pretrained")})
     with pytest.raises(RunRefused, match=r"what differs: model\.hf None -> .*pretrained"):
         run_place(replace(job, config=job.config.model_copy(update={"model": theirs})))
