@@ -37,10 +37,9 @@ from koushi.plan.fixes import advice, more_devices
 from koushi.plan.layouts import FIXED, Fixed, Layout, legal_devices, question_of, values_of
 from koushi.plan.plan import plan
 from koushi.plan.search import search
-from koushi.plan.search_text import fixed_text, search_text
+from koushi.plan.search_text import asked, fixed_text, search_text
 from koushi.plan.text import advice_text, late_saves, plan_text, verdict
 from koushi.plan.workload import of_job
-from koushi.units import counted
 
 
 def show_plan(path: Path, overrides: Sequence[str], as_json: bool) -> None:
@@ -80,10 +79,10 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
     if not result.legal:
         # The run file's own may be, where its ends have no layers.
         even, besides = (" with even stages", "; the run file's own is planned without --search") if own else ("", "")
-        fixed = fixed_text(question.fixed)
-        what = f"no layout of {counted(devices, 'device')}{fixed}{even} is legal for this model and batch"
+        what = f"no layout of {asked(question)}{even} is legal for this model and batch"
         near = listed(legal_devices(question)) or "another number"
-        besides = f", or without{fixed.removeprefix(' with')}{besides}" if fixed else besides
+        if fixed := fixed_text(question.fixed):
+            besides = f", or without {fixed}{besides}"
         key, place = run_file.place(WORLD, DP_SHARD)
         raise ConfigError([Found(place, key, what, f"{near} of them, or another global batch{besides}").problem])
     if as_json:
@@ -95,11 +94,7 @@ def show_search(path: Path, overrides: Sequence[str], as_json: bool, write: Path
         wider = None if result.chosen else more_devices(question, base, on)
         click.echo(search_text(question, on, result, plans, wrong or plan(base, on), wider))
     if result.chosen is None:
-        raise DoesNotFit(
-            f"{job.name}: no layout of {counted(devices, 'device')}{fixed_text(question.fixed)} fits {on.name}"
-            if as_json
-            else ""
-        )
+        raise DoesNotFit(f"{job.name}: no layout of {asked(question)} fits {on.name}" if as_json else "")
     if write is not None:
         _write(path, write, run_file, result.chosen.layout)
         roomy = "" if result.chosen == result.best[0] else " that is not tight"

@@ -34,9 +34,7 @@ def search_text(
 ) -> str:
     """The ranking, the front, what is too large, and where the run file's own layout stands, or why it
     is not legal; or what would do."""
-    devices = counted(question.devices, "device")
-    legal = f"{result.legal:,} legal layouts of {devices}{fixed_text(question.fixed)}"
-    head = f"{legal}, {counted(result.judged, 'pipeline')} simulated"
+    head = f"{result.legal:,} legal layouts of {asked(question)}, {counted(result.judged, 'pipeline')} simulated"
     chosen = result.chosen
     if chosen is None:
         return "\n".join(
@@ -62,10 +60,15 @@ def search_text(
     return "\n".join(lines)
 
 
+def asked(question: Question) -> str:
+    """``64 devices``, ``64 devices with --tp 8``."""
+    devices, fixed = counted(question.devices, "device"), fixed_text(question.fixed)
+    return f"{devices} with {fixed}" if fixed else devices
+
+
 def fixed_text(fixed: Fixed) -> str:
-    """What the command line leaves no choice of, with a space before; empty where there is nothing."""
-    said = " ".join(argument(*one) for one in fixed.values().items())
-    return f" with {said}" if said else ""
+    """What the command line leaves no choice of, as it is written there."""
+    return " ".join(argument(*one) for one in fixed.values().items())
 
 
 def _told(one: Scored, result: SearchResult, told: str) -> str:

@@ -31,8 +31,13 @@ class Change:
 
     @property
     def is_another_run(self) -> bool:
-        """Whether a run does not go on with it by itself, whatever its data is: one may get longer."""
-        return self.key != _LENGTH and not self.is_of_data
+        """Whether a run does not go on with it by itself, whatever its data is."""
+        return not self.is_of_length and not self.is_of_data
+
+    @property
+    def is_of_length(self) -> bool:
+        """A run may get longer."""
+        return self.key == _LENGTH
 
     @property
     def is_of_data(self) -> bool:

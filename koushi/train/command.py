@@ -50,9 +50,9 @@ def train(path: Path, overrides: Sequence[str] = (), max_restarts: int = 0) -> N
         refuse_too_large(job)
     if leads:  # what is wrong with the data is told before any process starts
         samples = open_samples(job)
-        check_data(job, place, samples, begun)
     if step is not None:
         if leads:
+            check_data(job, place, samples, begun)
             click.echo(
                 f"{place.folder} is finished, with a checkpoint of step {step} of {job.config.training.steps}; "
                 f"a higher training.steps goes on from there, {begin_anew(job)}"

@@ -89,7 +89,7 @@ def _refuse_another_run(job: Job, place: RunPlace) -> None:
     found = list(changes(before, now))
     # Before there is a checkpoint nothing tells of the data but the run file.
     if differs or any(one.is_another_run or (step == 0 and one.is_of_data) for one in found):
-        told = [str(one) for one in found if one.is_another_run or one.is_of_data]
+        told = [str(one) for one in found if not one.is_of_length]
         raise RunRefused(_refusal(job, place, step, [*differs, *told]))
 
 
@@ -129,7 +129,7 @@ def _same_run(job: Job, last: Path) -> Path | None:
         except CheckpointError:
             continue
         alike = not size_differences(head.config["model"], job.size)
-        if alike and not any(one.is_another_run or one.is_of_data for one in changes(head.config, now)):
+        if alike and all(one.is_of_length for one in changes(head.config, now)):
             return folder
     return None
 
@@ -146,7 +146,7 @@ def _next_free(job: Job) -> Path:
 
 
 def _place(run: Run, name: str, begun: Path | None) -> RunPlace:
-    source = None if run.resume in ("auto", "never") else Path(run.resume)
+    source = _named_source(run)
     if begun is not None:
         return RunPlace(begun, source)
     # A world that the launcher has restarted goes on with what its first start began.
@@ -154,9 +154,13 @@ def _place(run: Run, name: str, begun: Path | None) -> RunPlace:
     folder = run_folder(run, name, continues)
     if run.resume == "auto" and not published(folder / CHECKPOINTS):
         config = _begun_with(folder)
-        if config is not None and config.run.resume not in ("auto", "never"):
-            source = Path(config.run.resume)  # which the run was told as it began, and has not got beyond
+        if config is not None:
+            source = _named_source(config.run)  # which the run was told as it began, and has not got beyond
     return RunPlace(folder, source)
+
+
+def _named_source(run: Run) -> Path | None:
+    return None if run.resume in ("auto", "never") else Path(run.resume)
 
 
 def without_hf_folder(run_file: RunFile, begun: Path | None = None) -> tuple[RunFile, str]:
